@@ -1,0 +1,20 @@
+"""gradwire: communication-efficient distributed and federated training for PyTorch."""
+
+from . import ddp
+from .catalogue import codec, recipe, recipes
+from .codecs import Codec, decode
+from .errors import AggregateError, FrameError, GradwireError, SpecError
+
+__version__ = "0.1.0"
+__all__ = [
+    "AggregateError",
+    "Codec",
+    "FrameError",
+    "GradwireError",
+    "SpecError",
+    "codec",
+    "ddp",
+    "decode",
+    "recipe",
+    "recipes",
+]

@@ -1,0 +1,1 @@
+"""How frames meet: the only place that calls collectives."""

@@ -1,0 +1,115 @@
+"""All-gather of messages whose lengths differ, in one round.
+
+1. Every rank sends a block of the same agreed capacity: the message's length, the message, padding.
+2. All ranks see all lengths, and agree from them on the capacity of the next time, a little above the
+   longest: no sizes have to be exchanged first.
+3. Should a message not fit, all ranks see that too, and gather the rest in a second round.
+
+The very first time there is nothing to agree from, and the lengths are gathered on their own.
+Collectives are started by `start` and `finish` alone, never in a callback, so that their order is the
+order of these calls, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import AggregateError
+
+PREFIX = 8  # bytes: the message's length
+SLACK, ROUND = 32, 256  # capacity: 1/32 above the longest message, in steps of 256 bytes
+
+
+@dataclass
+class Ticket:
+    """An exchange under way."""
+
+    key: Hashable
+    block: torch.Tensor  # this rank's whole block, unpadded
+    capacity: int
+    gathered: torch.Tensor
+    work: dist.Work
+
+
+class AllGather:
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group or dist.group.WORLD
+        if self.group is None:
+            raise AggregateError("no process group: call torch.distributed.init_process_group first")
+        self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.device = torch.device("cuda") if "nccl" in dist.get_backend(self.group) else torch.device("cpu")
+        self.bytes_sent = 0  # by this rank, copies to every peer, padding and lengths included
+        self._capacity: dict[Hashable, int] = {}
+        self._blocks: dict[tuple[Hashable, str], torch.Tensor] = {}
+
+    def start(self, key: Hashable, block: torch.Tensor, length: int) -> Ticket:
+        """Send block[:8+length], whose first eight bytes are left for us; block needs room for padding."""
+        struct.pack_into("<Q", block.numpy(), 0, length)
+        used = PREFIX + length
+        if key not in self._capacity:
+            lengths = self._all_gather(torch.tensor([used], dtype=torch.int64).view(torch.uint8), key, "lengths")
+            self._wait(lengths[1])
+            self._capacity[key] = _capacity(int(lengths[0].cpu().view(torch.int64).max()))
+        capacity = self._capacity[key]
+        sent = block[:capacity]
+        if len(sent) < capacity:
+            sent = torch.cat([sent, sent.new_zeros(capacity - len(sent))])
+        gathered, work = self._all_gather(sent, key, "first")
+        return Ticket(key, block[:used], capacity, gathered, work)
+
+    def ready(self, ticket: Ticket) -> bool:
+        return ticket.work.is_completed()
+
+    def finish(self, ticket: Ticket) -> list[np.ndarray]:
+        """The messages of all ranks, in rank order; valid until the next `start` with the same key."""
+        self._wait(ticket.work)
+        blocks = ticket.gathered.cpu().view(self.world, ticket.capacity).numpy()
+        lengths = [struct.unpack_from("<Q", b)[0] for b in blocks]
+        longest = PREFIX + max(lengths)
+        self._capacity[ticket.key] = _capacity(longest)
+        if longest <= ticket.capacity:
+            return [b[PREFIX : PREFIX + n] for b, n in zip(blocks, lengths, strict=True)]
+        if longest > 2**40:
+            raise AggregateError("a peer announced a message of over 2^40 bytes: its block is damaged")
+        rest = torch.zeros(longest - ticket.capacity, dtype=torch.uint8)
+        own = ticket.block[ticket.capacity :]
+        rest[: len(own)] = own
+        gathered, work = self._all_gather(rest, ticket.key, "rest")
+        self._wait(work)
+        whole = np.concatenate([blocks, gathered.cpu().view(self.world, -1).numpy()], axis=1)
+        return [b[PREFIX : PREFIX + n] for b, n in zip(whole, lengths, strict=True)]
+
+    def _all_gather(self, block: torch.Tensor, key: Hashable, part: str) -> tuple[torch.Tensor, dist.Work]:
+        block = block.to(self.device)
+        size = self.world * len(block)
+        buffer = self._blocks.get((key, part))
+        if buffer is None or len(buffer) < size:
+            buffer = self._blocks[key, part] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.bytes_sent += (self.world - 1) * len(block)
+        gathered = buffer[:size]
+        try:
+            work = dist.all_gather_into_tensor(gathered, block, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        assert work is not None
+        return gathered, work
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
+def _capacity(longest: int) -> int:
+    return -(-(longest + longest // SLACK) // ROUND) * ROUND
+
+
+def _lost(error: RuntimeError) -> AggregateError:
+    return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")

@@ -1,0 +1,228 @@
+"""Codec: one converter and the coder of its symbols, around one tensor; `decode` needs nothing but the frame.
+
+    u = g + γe  ─►  convert  ─►  compress  ─►  frame          e ← u − decode(frame)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from . import kernels, wire
+from .convert import cast, minifloat, stored
+from .convert.job import Job
+from .errors import FrameError, GradwireError
+
+CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DECODERS = {wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode}
+assert sorted(_DECODERS) == list(range(len(_DECODERS))), "every codec number on the wire has a decoder"
+
+DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame is long enough to hold them in earnest
+ELEMENTS_PER_BYTE = 4096
+Bytes = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
+
+
+class Converter(Protocol):
+    """Turns a job into payload bytes, and updates its error memory to what the payload leaves out."""
+
+    wire_id: int
+
+    def encode(self, job: Job, out: torch.Tensor) -> int: ...
+
+
+class Codec:
+    """The stateless part of a recipe. `str(codec)` is the spec that rebuilds it."""
+
+    def __init__(self, spec: str, converter: Converter):
+        self.spec, self.converter = spec, converter
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def __repr__(self) -> str:
+        return f"gradwire.codec({self.spec!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def max_frame_bytes(self, tensor: torch.Tensor) -> int:
+        """What `encode_into` may write at most: the tensor as it is, a header, and room for wide stores."""
+        return tensor.numel() * max(4, tensor.dtype.itemsize) + 512 + 10 * tensor.dim()
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> bytes:
+        """The frame of a tensor of any shape, dtype and device."""
+        tensor = _checked(tensor)
+        out = torch.empty(self.max_frame_bytes(tensor), dtype=torch.uint8)
+        return out[: self.encode_into(tensor, out, seed=seed)].numpy().tobytes()
+
+    def encode_into(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        decay: float = 1.0,
+        seed: int = 0,
+        segments: Sequence[int] = (),
+    ) -> int:
+        """Write the frame of `tensor + decay·residual` to the front of `out`; returns its length.
+
+        The error memory (fp32, as large as the tensor) is updated in place, or goes to `residual_out`.
+        A tensor with a NaN or an infinity travels as it is, flagged, and leaves the memory as it was.
+        `segments`: the tensor is several small ones laid end to end, with these lengths.
+        """
+        tensor = _checked(tensor)
+        _check_out(out, self.max_frame_bytes(tensor))
+        if residual_out is None:
+            residual_out = residual
+        for memory in (residual, residual_out):
+            _check_residual(memory, tensor)
+        if segments and sum(segments) != tensor.numel():
+            raise GradwireError(f"segments add up to {sum(segments)}, the tensor has {tensor.numel()} entries")
+
+        flat = tensor.reshape(-1)
+        gradient = flat.float() if tensor.dtype in CONVERTIBLE else None
+        if gradient is None or not flat.numel():
+            return _frame_of_stored(flat, tensor, out, 0)
+        if not math.isfinite(kernels.absmax(gradient)):
+            if residual_out is not None and residual is not None and residual_out is not residual:
+                residual_out.copy_(residual)
+            finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
+            return _frame_of_stored(flat, tensor, out, 0 if finite else wire.NONFINITE)
+
+        job = Job(
+            gradient, tensor.dtype, _flat(residual), _flat(residual_out), decay, seed, tuple(segments)
+        )
+        return self._encode_finite(job, tensor, out)
+
+    def _encode_finite(self, job: Job, tensor: torch.Tensor, out: torch.Tensor) -> int:
+        shape, dense = tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize
+        if dense <= 32 and self.converter.wire_id == wire.MINIFLOAT:
+            # Side information alone would take as much: send the few entries as they are.
+            length = stored.Stored().encode(job, out[wire.header_length(shape, dense) :])
+            return wire.seal(memoryview(out.numpy()), wire.STORED, tensor.dtype, shape, 0, length)
+        start = wire.header_length(shape, max(1, dense // 16))  # a guess at the length of the length
+        length = self.converter.encode(job, out[start:])
+        exact = wire.header_length(shape, length)
+        if exact != start:
+            out[exact : exact + length] = out[start : start + length].clone()
+        flags = wire.SEGMENTED if job.segments and self.converter.wire_id == wire.MINIFLOAT else 0
+        return wire.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
+
+
+def _frame_of_stored(flat: torch.Tensor, tensor: torch.Tensor, out: torch.Tensor, flags: int) -> int:
+    shape, length = tuple(tensor.shape), flat.numel() * flat.dtype.itemsize
+    stored.store(flat, out[wire.header_length(shape, length) :])
+    return wire.seal(memoryview(out.numpy()), wire.STORED, tensor.dtype, shape, flags, length)
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise GradwireError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise GradwireError(f"cannot encode layout {tensor.layout}: call .to_dense() first")
+    if tensor.dtype not in wire.DTYPES:
+        raise GradwireError(f"cannot encode {tensor.dtype}; supported: {', '.join(map(str, wire.DTYPES))}")
+    if tensor.device.type == "meta":
+        raise GradwireError("a tensor on the meta device has no values to encode")
+    return tensor.detach()
+
+
+def _check_out(out: torch.Tensor, needed: int) -> None:
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device.type != "cpu":
+        raise GradwireError("out must be a flat, contiguous uint8 tensor on the CPU")
+    if out.numel() < needed:
+        raise GradwireError(f"out has {out.numel()} bytes; codec.max_frame_bytes(tensor) asks for {needed}")
+
+
+def _check_residual(memory: torch.Tensor | None, tensor: torch.Tensor) -> None:
+    if memory is None:
+        return
+    if memory.dtype != torch.float32 or memory.numel() != tensor.numel() or not memory.is_contiguous():
+        raise GradwireError("residual must be a contiguous fp32 tensor with as many entries as the gradient")
+    if memory.device != tensor.device:
+        raise GradwireError(f"residual is on {memory.device}, the gradient on {tensor.device}")
+
+
+def _flat(memory: torch.Tensor | None) -> torch.Tensor | None:
+    return None if memory is None else memory.detach().reshape(-1)
+
+
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_bytes(frame: Bytes) -> np.ndarray:
+    """A flat uint8 array over the same bytes."""
+    if isinstance(frame, torch.Tensor):
+        if frame.dtype != torch.uint8:
+            raise FrameError(f"a frame is bytes or a uint8 tensor, not {frame.dtype}")
+        return frame.detach().reshape(-1).cpu().numpy()
+    if not isinstance(frame, (bytes, bytearray, memoryview, np.ndarray)):
+        raise FrameError(f"a frame is bytes or a uint8 tensor, not {type(frame).__name__}")
+    return np.frombuffer(frame, dtype=np.uint8)
+
+
+def decode(
+    frame: Bytes,
+    *,
+    out: torch.Tensor | None = None,
+    max_elements: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The tensor of a frame, in its shape and dtype; into `out` if given.
+
+    `max_elements` limits what an untrusted frame can make us allocate. By default it is 2²⁸, or 4096
+    elements for each byte of the frame, whichever is more.
+    """
+    data = as_bytes(frame)
+    header, payload = open_frame(data)
+    if max_elements is None:
+        max_elements = max(DEFAULT_LIMIT, ELEMENTS_PER_BYTE * len(data))
+    if out is None:
+        if header.elements > max_elements:
+            raise FrameError(f"frame declares {header.elements} elements; the limit is max_elements={max_elements}")
+        out = _allocate(header, payload, device)
+    elif out.shape != header.shape or out.dtype != header.dtype:
+        raise FrameError(
+            f"out is {out.dtype} of shape {tuple(out.shape)}, the frame {header.dtype} of {header.shape}"
+        )
+    decode_payload(header, payload, out)
+    return out
+
+
+def _allocate(header: wire.Header, payload: np.ndarray, device: torch.device | str | None) -> torch.Tensor:
+    if header.codec == wire.STORED and len(payload) != header.elements * header.dtype.itemsize:
+        raise FrameError("wrong length of a stored tensor")
+    try:
+        return torch.empty(header.shape, dtype=header.dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise FrameError(f"no memory for a frame of {header.elements} elements") from error
+
+
+def open_frame(data: np.ndarray) -> tuple[wire.Header, np.ndarray]:
+    """Header and payload of a frame whose checksum is right and whose codec is known."""
+    header, _ = wire.open_frame(memoryview(data))
+    if header.codec not in _DECODERS:
+        raise FrameError(f"unknown codec {header.codec} in frame")
+    if header.flags & wire.SEGMENTED and header.codec != wire.MINIFLOAT:
+        raise FrameError("only minifloat frames have segments")
+    return header, data[header.length :]
+
+
+def decode_payload(
+    header: wire.Header, payload: np.ndarray, out: torch.Tensor, weight: float = 1.0, accumulate: bool = False
+) -> None:
+    """out = weight · decoded, or out += weight · decoded; `out` may have another shape and float dtype."""
+    out = out.detach()
+    flat = out.reshape(-1)  # a view, or a copy of an `out` that is not contiguous
+    _DECODERS[header.codec](header, payload, flat, weight, accumulate)
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))

@@ -1,0 +1,158 @@
+"""Symbols to bytes and back: any model with any coder.
+
+`choose` looks at counts and takes the cheapest way to code them, everything that travels included;
+`encode` and `decode` do it. Models give integer frequencies, coders spend the bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .. import kernels
+from ..errors import FrameError
+from ..fields import Reader
+from ..formats import Format
+from ..models import gennorm, histogram
+from . import huffman, rans
+
+RAW, CONSTANT, HUFFMAN, RANS = 0, 1, 2, 3
+NO_MODEL, GENNORM, HISTOGRAM = 0, 1, 2
+CODERS = {"raw": RAW, "huffman": HUFFMAN, "rans": RANS}
+MODELS = {"auto": (GENNORM, HISTOGRAM), "gennorm": (GENNORM,), "histogram": (HISTOGRAM,)}
+FINE, COARSE = 12, 8  # bits of precision; 8-bit tables decode three times as fast
+LARGE = 1 << 17  # from this size on, speed may cost …
+TOLERANCE = 1.002  # … this factor in bytes
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How symbols are coded: what the first bytes of the coded symbols say."""
+
+    coder: int
+    model: int = NO_MODEL
+    precision: int = 0
+    parameters: bytes = b""
+    frequencies: np.ndarray | None = None
+    expected_bits: float = 0.0
+
+    @property
+    def head(self) -> bytes:
+        return bytes([self.coder | self.model << 2 | self.precision << 4]) + self.parameters
+
+
+def raw_width(symbols: int) -> int:
+    return max(1, (symbols - 1).bit_length())
+
+
+@lru_cache(maxsize=1024)
+def _gennorm_frequencies(fmt: Format, index: int, zero_mass: int, precision: int) -> np.ndarray:
+    frequencies = histogram.normalize(gennorm.counts(fmt, index, zero_mass), precision)
+    frequencies.setflags(write=False)
+    return frequencies
+
+
+def _symbol_bits(coder: int, frequencies: np.ndarray, precision: int) -> np.ndarray:
+    """What each symbol costs under this coder."""
+    if coder == HUFFMAN:
+        lengths = huffman.code_lengths(frequencies)
+        return np.where(lengths > 0, lengths, np.inf)
+    return histogram.bits_per_symbol(frequencies, precision)
+
+
+def choose(
+    fmt: Format, counts: np.ndarray, total: int, coder: int, models: tuple[int, ...], beta_index: int, zero_mass: int
+) -> Coding:
+    """The cheapest coding of `total` symbols whose counts (of all, or of a sample) these are."""
+    sampled = int(counts.sum()) < total
+    present = np.flatnonzero(counts)
+    if len(present) == 1 and not sampled:
+        return Coding(CONSTANT, parameters=bytes([present[0]]))
+    width = raw_width(len(counts))
+    best = Coding(RAW, expected_bits=float(total * width))
+    if coder == RAW:
+        return best
+    if sampled:
+        counts = 2 * counts + 1  # a symbol that the sample missed may still come
+    share = counts * (total / counts.sum())
+    used = counts > 0
+    found = []
+    # Coarse tables lose bits on skewed symbols but are fast; huffman gains nothing from them.
+    for precision in (FINE,) if coder == HUFFMAN else (COARSE, FINE):
+        if len(counts) > 16 and precision == COARSE:
+            continue
+        for model in models:
+            if model == GENNORM:
+                if not (gennorm.has_table(fmt) and fmt.sign):
+                    continue
+                parameters = bytes([beta_index, zero_mass])
+                frequencies = _gennorm_frequencies(fmt, beta_index, zero_mass, precision)
+            else:
+                frequencies = histogram.normalize(counts, precision)
+                parameters = histogram.pack(frequencies)
+            cost = share[used] @ _symbol_bits(coder, frequencies, precision)[used] + 8 * len(parameters)
+            found.append(Coding(coder, model, precision, parameters, frequencies, float(cost)))
+    if not found:
+        return best
+    cheapest = min(found, key=lambda coding: coding.expected_bits)
+    if total >= LARGE:
+        limit = cheapest.expected_bits * TOLERANCE
+        cheapest = next(coding for coding in found if coding.expected_bits <= limit)
+    return cheapest if cheapest.expected_bits < best.expected_bits else best
+
+
+def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
+    """The bytes of all symbols, `coding.head` first."""
+    if coding.coder == CONSTANT:
+        body = b""
+    elif coding.coder == RAW:
+        body = kernels.pack_bits(symbols, raw_width(fmt.symbols))
+    elif coding.coder == HUFFMAN:
+        lengths = huffman.code_lengths(coding.frequencies)
+        body = kernels.huffman_encode(symbols, lengths, huffman.canonical_codes(lengths))
+    else:
+        body = rans.encode(symbols, coding.frequencies, coding.precision, coding.expected_bits)
+    return coding.head + body
+
+
+def read_head(reader: Reader, fmt: Format) -> Coding:
+    """The coding at the front of coded symbols; `reader` then stands at the coder's data."""
+    byte = reader.byte()
+    coder, model, precision = byte & 3, byte >> 2 & 3, byte >> 4
+    if coder in (RAW, CONSTANT):
+        if model != NO_MODEL or precision:
+            raise FrameError("invalid coding byte")
+        return Coding(coder)
+    if not COARSE <= precision <= FINE or (1 << precision) < fmt.symbols:
+        raise FrameError(f"invalid precision {precision}")
+    if model == GENNORM and gennorm.has_table(fmt) and fmt.sign:
+        index, zero_mass = reader.byte(), reader.byte()
+        if index >= gennorm.GRID:
+            raise FrameError("invalid β index")
+        frequencies = _gennorm_frequencies(fmt, index, zero_mass, precision)
+    elif model == HISTOGRAM:
+        frequencies, used = histogram.unpack(reader.data[reader.position :], fmt.symbols, precision)
+        reader.take(used)
+    else:
+        raise FrameError("invalid model for this format")
+    if coder == HUFFMAN and np.count_nonzero(frequencies) < 2:
+        raise FrameError("invalid huffman table")
+    return Coding(coder, model, precision, frequencies=frequencies)
+
+
+def decode(reader: Reader, fmt: Format, count: int, coding: Coding) -> np.ndarray:
+    """The symbols behind a head that `read_head` has read."""
+    if coding.coder == CONSTANT:
+        symbol = reader.byte()
+        if symbol >= fmt.symbols or reader.rest():
+            raise FrameError("invalid constant")
+        return np.full(count, symbol, dtype=np.uint8)
+    data = reader.rest()
+    if coding.coder == RAW:
+        return kernels.unpack_bits(data, count, raw_width(fmt.symbols), fmt.symbols)
+    if coding.coder == HUFFMAN:
+        lengths = huffman.code_lengths(coding.frequencies)
+        return kernels.huffman_decode(data, count, lengths, huffman.canonical_codes(lengths))
+    return rans.decode(data, count, coding.frequencies, coding.precision)

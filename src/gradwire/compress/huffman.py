@@ -1,0 +1,47 @@
+"""Canonical, length-limited Huffman codes: the coder of the CO3 paper."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+LIMIT = 12  # bits; the native decoder's table has 2^12 entries
+
+
+@lru_cache(maxsize=256)
+def _lengths(frequencies: tuple[int, ...]) -> tuple[int, ...]:
+    """Package-merge: with a limit of L bits, L times pair the cheapest packages and merge them with the leaves.
+
+    Each time a leaf is in one of the 2(n−1) cheapest packages of the last round, its code grows by a bit.
+    """
+    leaves = sorted((f, (s,)) for s, f in enumerate(frequencies) if f)
+    packages: list[tuple[int, tuple[int, ...]]] = []
+    for _ in range(LIMIT):
+        merged = sorted(leaves + packages, key=lambda package: package[0])  # stable: ties stay in order
+        packages = [
+            (a[0] + b[0], a[1] + b[1]) for a, b in zip(merged[::2], merged[1::2], strict=False)
+        ]
+    lengths = [0] * len(frequencies)
+    for _, members in packages[: len(leaves) - 1]:
+        for symbol in members:
+            lengths[symbol] += 1
+    return tuple(lengths)
+
+
+def code_lengths(frequencies: np.ndarray) -> np.ndarray:
+    """Bits of each symbol's code, 0 where it has none; needs two symbols with a frequency."""
+    return np.array(_lengths(tuple(int(f) for f in frequencies)), dtype=np.uint8)
+
+
+def canonical_codes(lengths: np.ndarray) -> np.ndarray:
+    """Codes numbered by (length, symbol), so that the lengths alone define them."""
+    codes = np.zeros(len(lengths), dtype=np.uint16)
+    code = previous = 0
+    for symbol in np.lexsort((np.arange(len(lengths)), lengths)):
+        length = int(lengths[symbol])
+        if length:
+            code <<= length - previous
+            codes[symbol], previous = code, length
+            code += 1
+    return codes

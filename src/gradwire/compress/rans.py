@@ -1,0 +1,69 @@
+"""Interleaved rANS: the layout of lanes and chunks around the kernels.
+
+A lane costs two bytes, so their number grows with the tensor; a chunk can be coded and decoded by itself.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from .. import kernels
+from ..errors import FrameError
+from ..fields import Reader, varint
+
+CHUNK = 1 << 18
+MAX_LANE_BITS = 6
+BITS_PER_LANE = 1 << 13  # of coded data: two bytes a lane are then at most 0.2%
+
+
+def layout(count: int, expected_bits: float) -> tuple[int, int]:
+    """(log2 of the number of lanes, number of chunks) for a tensor of this size."""
+    chunks = -(-count // CHUNK)
+    while kernels.chunk_size(count, chunks) * (chunks - 1) >= count:  # rounding up left the last one empty
+        chunks -= 1
+    lanes = max(1, int(expected_bits / chunks / BITS_PER_LANE))
+    return min(MAX_LANE_BITS, lanes.bit_length() - 1), chunks
+
+
+def head(lane_bits: int, chunk_lengths: list[int]) -> bytes:
+    """What stands before the chunks."""
+    lengths = struct.pack(f"<{len(chunk_lengths) - 1}I", *chunk_lengths[:-1])
+    return bytes([lane_bits]) + varint(len(chunk_lengths)) + lengths
+
+
+def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]:
+    """(log2 of lanes, the length of every chunk, the chunks)."""
+    reader = Reader(data)
+    lane_bits = reader.byte()
+    chunks = reader.varint(max(1, count))
+    if lane_bits > MAX_LANE_BITS or not chunks or kernels.chunk_size(count, chunks) * (chunks - 1) >= count:
+        raise FrameError("invalid rans layout")
+    lengths = struct.unpack(f"<{chunks - 1}I", reader.take(4 * (chunks - 1)))
+    body = reader.rest()
+    last = len(body) - sum(lengths)
+    if last < 0:
+        raise FrameError("rans chunks are longer than the frame")
+    return lane_bits, [*lengths, last], body
+
+
+def encode(symbols: np.ndarray, frequencies: np.ndarray, precision: int, expected_bits: float) -> bytes:
+    lane_bits, chunks = layout(len(symbols), expected_bits)
+    size = kernels.chunk_size(len(symbols), chunks)
+    coded = [
+        kernels.rans_encode_chunk(symbols[i : i + size], frequencies, precision, 1 << lane_bits)
+        for i in range(0, len(symbols), size)
+    ]
+    return head(lane_bits, [len(c) for c in coded]) + b"".join(coded)
+
+
+def decode(data: memoryview, count: int, frequencies: np.ndarray, precision: int) -> np.ndarray:
+    lane_bits, lengths, body = read_head(data, count)
+    size, symbols, position = kernels.chunk_size(count, len(lengths)), [], 0
+    for i, length in enumerate(lengths):
+        piece = body[position : position + length]
+        entries = min(size, count - i * size)
+        symbols.append(kernels.rans_decode_chunk(piece, entries, frequencies, precision, 1 << lane_bits))
+        position += length
+    return np.concatenate(symbols)

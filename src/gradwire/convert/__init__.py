@@ -1,0 +1,1 @@
+"""Lossy converters: tensors to symbols and back. One paper, one file."""

@@ -1,0 +1,258 @@
+"""CO3's conversion (arXiv 2203.09044): ĝ = Q(s·u)/s, Q rounding to a small float format.
+
+The step 1/s is the one with the least squared error under a GenNorm fitted to a sample of u by moments
+(entries that are exactly zero are a point mass beside it: they cost no error). The symbols are then coded
+with the same model, or with their histogram where that is shorter.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from .. import compress, kernels
+from ..compress import rans
+from ..errors import FrameError
+from ..fields import Reader, varint
+from ..formats import PRESETS, SPECIALS, Format
+from ..models import gennorm
+from ..wire import MINIFLOAT, SEGMENTED, Header
+from .job import Job, combine
+
+CUSTOM = 255
+SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal fp32 number
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a sample says about a tensor: the step, and the model's indices."""
+
+    step: float  # an fp32 number
+    beta_index: int
+    zero_mass: int
+
+
+def fit(fmt: Format, sample: torch.Tensor) -> Fit | None:
+    """The step with the least squared error under the fitted GenNorm; None if all entries are zero."""
+    nonzero, total_abs, total_square = kernels.moments(sample)
+    if not nonzero:
+        return None
+    mean_abs, mean_square = total_abs / nonzero, total_square / nonzero
+    index = gennorm.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm.GRID - 1
+    zeros = 1 - nonzero / sample.numel()
+    zero_mass = min(gennorm.ZERO_STEPS - 1, round(zeros * gennorm.ZERO_STEPS))
+    return Fit(_limit(mean_abs * gennorm.step_over_mean(fmt, index)), index, zero_mass)
+
+
+def _limit(step: float) -> float:
+    return float(np.float32(min(max(step, SMALLEST_STEP), LARGEST_STEP)))
+
+
+@lru_cache(maxsize=512)
+def values(fmt: Format, step: float, dtype: torch.dtype) -> torch.Tensor:
+    """What each symbol stands for, as fp32: one rounded product, then the tensor's own dtype."""
+    with np.errstate(over="ignore", under="ignore"):
+        exact = torch.from_numpy(fmt.levels.astype(np.float32) * np.float32(step))
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return exact.clamp(-limit, limit).to(dtype).float()
+
+
+class Minifloat:
+    wire_id = MINIFLOAT
+
+    def __init__(self, fmt: Format, coder: str = "rans", model: str = "auto", rounding: str = "nearest"):
+        self.format, self.coder, self.models = fmt, compress.CODERS[coder], compress.MODELS[model]
+        self.stochastic = rounding == "stochastic"
+
+    def fit(self, job: Job, sample: torch.Tensor) -> Fit | None:
+        if self.stochastic:
+            # Unbiased needs the largest entry inside the format's range: nothing may saturate.
+            return self._fit_range(job)
+        found = fit(self.format, sample)
+        if sample.numel() < job.count and (found is None or found.zero_mass > 250):
+            # Nearly all of the sample is zero: the few entries that are not deserve a full look.
+            found = fit(self.format, job.compensated())
+        return found
+
+    def _fit_range(self, job: Job) -> Fit | None:
+        largest = kernels.absmax(job.compensated())
+        step = np.float32(largest / self.format.largest)
+        if step * np.float32(self.format.largest) < largest:
+            step = np.nextafter(step, np.float32(np.inf))
+        return Fit(_limit(float(step)), 0, 0) if largest else None
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        """Write side information and coded symbols to the front of `out`; returns their length."""
+        if job.segments:
+            return self._encode_segments(job, out)
+        sample = kernels.sample(job.gradient, job.memory, job.decay)
+        found = self.fit(job, sample)
+        step = found.step if found else 1.0
+        side = _pack_format(self.format) + struct.pack("<f", step)
+        seed = job.seed if self.stochastic else None
+        counts = self._sample_counts(sample, step, seed)
+        coding = self._choose(counts, job.count, found)
+        table = values(self.format, step, job.dtype)
+        if coding.coder == compress.RANS:
+            length = self._encode_rans(job, out, side + coding.head, step, table, coding, seed)
+            if length * 8 <= coding.expected_bits * 1.02 + 1024:
+                return length
+            # The sample misled us: count what was coded, and code it again.
+            symbols = decode_symbols(memoryview(out[:length].numpy()), job.count)
+        else:
+            symbols = self._quantize(job, step, table, seed)
+        counts = kernels.histogram(symbols, self.format.symbols)
+        return _write(out, side, compress.encode(symbols.numpy(), self.format, self._choose(counts, job.count, found)))
+
+    def _choose(self, counts: np.ndarray, total: int, found: Fit | None) -> compress.Coding:
+        index, zero_mass = (found.beta_index, found.zero_mass) if found else (0, 0)
+        models = (compress.HISTOGRAM,) if self.stochastic else self.models
+        return compress.choose(self.format, counts, total, self.coder, models, index, zero_mass)
+
+    def _sample_counts(self, sample: torch.Tensor, step: float, seed: int | None) -> np.ndarray:
+        return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed).cpu(), self.format.symbols)
+
+    def _quantize(self, job: Job, step: float, table: torch.Tensor, seed: int | None) -> torch.Tensor:
+        return kernels.quantize(
+            job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table, seed
+        ).cpu()
+
+    def _encode_rans(
+        self, job: Job, out: torch.Tensor, head: bytes, step: float, table: torch.Tensor,
+        coding: compress.Coding, seed: int | None,
+    ) -> int:  # fmt: skip
+        """The hot path: error feedback, conversion and coding in one pass where the kernels can."""
+        lane_bits, chunks = rans.layout(job.count, coding.expected_bits)
+        start = len(head) + len(rans.head(lane_bits, [0] * chunks))
+        lengths = None
+        if seed is None:
+            lengths = kernels.quantize_rans(
+                job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table,
+                coding.frequencies, coding.precision, lane_bits, chunks, out[start:],
+            )  # fmt: skip
+        if lengths is None:
+            symbols = self._quantize(job, step, table, seed).numpy()
+            body = compress.encode(symbols, self.format, coding)[len(coding.head) :]
+            return _write(out, head, body)
+        _write(out, head, rans.head(lane_bits, lengths))
+        return start + sum(lengths)
+
+    def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
+        """Several small tensors, each with its own step, their symbols coded together."""
+        side = bytearray(_pack_format(self.format) + varint(len(job.segments)))
+        pieces, fits, position = [], [], 0
+        for length in job.segments:
+            part = job.slice(position, position + length)
+            found = self.fit(part, part.compensated()) if length else None
+            step = found.step if found else 1.0
+            side += varint(length) + struct.pack("<f", step)
+            pieces.append(self._quantize(part, step, values(self.format, step, job.dtype), part.seed if self.stochastic else None))
+            fits += [found] if found else []
+            position += length
+        symbols = torch.cat(pieces)
+        counts = kernels.histogram(symbols, self.format.symbols)
+        typical = sorted(fits, key=lambda f: f.beta_index)[len(fits) // 2] if fits else None
+        coding = self._choose(counts, job.count, typical)
+        return _write(out, bytes(side), compress.encode(symbols.numpy(), self.format, coding))
+
+
+def _write(out: torch.Tensor, *parts: bytes) -> int:
+    view, position = memoryview(out.numpy()), 0
+    for part in parts:
+        view[position : position + len(part)] = part
+        position += len(part)
+    return position
+
+
+def _pack_format(fmt: Format) -> bytes:
+    for number, preset in enumerate(PRESETS.values()):
+        if preset == fmt:
+            return bytes([number])
+    kind = fmt.sign + 2 * SPECIALS.index(fmt.special)
+    return struct.pack("<BBBBb", CUSTOM, kind, fmt.exponent, fmt.mantissa, fmt.bias)
+
+
+def _read_format(reader: Reader) -> Format:
+    number = reader.byte()
+    if number < len(PRESETS):
+        return list(PRESETS.values())[number]
+    if number != CUSTOM:
+        raise FrameError(f"unknown float format {number}")
+    kind, exponent, mantissa, bias = struct.unpack("<BBBb", reader.take(4))
+    if kind >> 1 >= len(SPECIALS):
+        raise FrameError("invalid float format")
+    try:
+        return Format(kind & 1, exponent, mantissa, bias, SPECIALS[kind >> 1])
+    except ValueError as error:
+        raise FrameError(f"invalid float format: {error}") from None
+
+
+def _read_step(reader: Reader) -> float:
+    step = reader.float32()
+    if not SMALLEST_STEP <= step <= LARGEST_STEP:
+        raise FrameError("invalid step")
+    return step
+
+
+def _read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
+    number = reader.varint(len(reader.data))
+    segments = [(reader.varint(count), _read_step(reader)) for _ in range(number)]
+    if sum(length for length, _ in segments) != count:
+        raise FrameError("segments do not add up to the tensor")
+    return segments
+
+
+def decode_symbols(payload: memoryview, count: int) -> torch.Tensor:
+    """The symbols of an unsegmented payload."""
+    reader = Reader(payload)
+    fmt = _read_format(reader)
+    _read_step(reader)
+    return torch.from_numpy(compress.decode(reader, fmt, count, compress.read_head(reader, fmt)))
+
+
+def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    reader, count = Reader(memoryview(payload)), header.elements
+    if not header.dtype.is_floating_point or not count:
+        raise FrameError("minifloat frame of a dtype or size that is always stored")
+    fmt = _read_format(reader)
+    segmented = bool(header.flags & SEGMENTED)
+    segments = _read_segments(reader, count) if segmented else [(count, _read_step(reader))]
+    coding = compress.read_head(reader, fmt)
+    if coding.coder == compress.RANS and not segmented and _decode_fused(
+        header, reader, fmt, segments[0][1], coding, out, weight, accumulate
+    ):
+        return
+    symbols = torch.from_numpy(compress.decode(reader, fmt, count, coding))
+    position = 0
+    for length, step in segments:
+        part = slice(position, position + length)
+        decoded = kernels.dequantize(symbols[part], weighted_values(fmt, step, header.dtype, weight))
+        combine(decoded, out[part], 1, accumulate)
+        position += length
+
+
+def weighted_values(fmt: Format, step: float, dtype: torch.dtype, weight: float) -> torch.Tensor:
+    table = values(fmt, step, dtype)
+    return table if weight == 1 else table * weight
+
+
+def _decode_fused(
+    header: Header, reader: Reader, fmt: Format, step: float, coding: compress.Coding, out: torch.Tensor,
+    weight: float, accumulate: bool,
+) -> bool:  # fmt: skip
+    """Decode straight into fp32 `out`, where the kernels can."""
+    if out.dtype != torch.float32 or out.device.type != "cpu":
+        return False
+    position = reader.position
+    lane_bits, lengths, body = rans.read_head(reader.rest(), header.elements)
+    table = weighted_values(fmt, step, header.dtype, weight)
+    done = kernels.rans_dequantize(
+        body, lengths, header.elements, coding.frequencies, coding.precision, lane_bits, table, out, accumulate
+    )
+    if not done:
+        reader.position = position
+    return done

@@ -1,0 +1,41 @@
+"""The tensor as it is: the codec `none`, and the pass-through of what cannot be quantized."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..errors import FrameError
+from ..wire import STORED, Header
+from .job import Job, combine
+
+
+class Stored:
+    wire_id = STORED
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        u = job.compensated()
+        sent = u.to(job.dtype)
+        if job.memory_out is not None:
+            torch.sub(u, sent.float(), out=job.memory_out)
+        return store(sent, out)
+
+
+def store(flat: torch.Tensor, out: torch.Tensor) -> int:
+    """Copy the bytes of a flat tensor to the front of `out`; returns their number."""
+    if not flat.numel():
+        return 0
+    raw = flat.contiguous().view(torch.uint8)
+    out[: len(raw)] = raw
+    return len(raw)
+
+
+def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    if len(payload) != header.elements * header.dtype.itemsize:
+        raise FrameError("wrong length of a stored tensor")
+    if header.dtype is torch.bool and bool((payload > 1).any()):
+        raise FrameError("damaged bool tensor")
+    if not header.elements:
+        return
+    # Copied: the payload may start at an odd address.
+    combine(torch.from_numpy(payload.copy()).view(header.dtype), out, weight, accumulate)

@@ -1,0 +1,1 @@
+"""Correctors: what was not sent is not lost."""

@@ -1,0 +1,55 @@
+"""Error feedback with decay (the "correct" of CO3): u = g + γe is sent as ĝ, and e ← u − ĝ.
+
+Memory is fp32, kept by parameter name (DDP rebuilds its buckets after the first step), and provisional
+within a step: `commit` when all workers' gradients were finite, `rollback` when one was not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import GradwireError
+
+
+class Residual:
+    def __init__(self) -> None:
+        self.memory: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+        self._pending: set[str] = set()
+
+    def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(memory to read, memory to write) of a parameter; the second counts only after `commit`."""
+        if name not in self.memory:
+            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
+        memory = self.memory[name]
+        if memory.shape != gradient.shape:
+            raise GradwireError(
+                f"error memory of {name!r} has shape {tuple(memory.shape)}, its gradient {tuple(gradient.shape)}"
+            )
+        if memory.device != gradient.device:
+            memory = self.memory[name] = memory.to(gradient.device)
+        if name not in self._spare or self._spare[name].device != memory.device:
+            self._spare[name] = torch.empty_like(memory)
+        self._pending.add(name)
+        return memory, self._spare[name]
+
+    def commit(self) -> None:
+        for name in self._pending:
+            self.memory[name], self._spare[name] = self._spare[name], self.memory[name]
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": {name: e.detach().cpu().clone() for name, e in self.memory.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        memory = state.get("memory")
+        if not isinstance(memory, dict):
+            raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
+        self.memory = {name: e.detach().float().clone() for name, e in memory.items()}
+        self._spare.clear()
+        self._pending.clear()

@@ -1,0 +1,1 @@
+"""Probability models: what symbols cost, independent of the coder that spends the bits."""
