@@ -1,9 +1,23 @@
-"""The few operations everything is made of. `reference` defines them; native code does the same faster.
+"""The few operations everything is made of. `reference` defines them; `cpu` does the same in native code.
 
-Import from here: what the native module offers replaces the reference for CPU tensors, and where it is
-missing the reference does all the work, with one warning and the same bytes.
+Import from here: where the native module is missing, the reference does all the work, with one warning and the
+same bytes.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
+
 from .reference import *  # noqa: F403
+
+if not os.environ.get("GRADWIRE_NO_NATIVE"):
+    try:
+        from .cpu import *  # noqa: F403
+    except ImportError:
+        warnings.warn(
+            "gradwire's native module is not built: everything works, slowly. Install gradwire from its source "
+            "folder or a wheel to get it (GRADWIRE_NO_NATIVE=1 silences this).",
+            RuntimeWarning,
+            stacklevel=2,
+        )

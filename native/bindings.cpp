@@ -1,0 +1,208 @@
+// The Python module gradwire._native: argument checks and nothing else. kernels/cpu.py is its only user.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+using namespace gradwire;
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Codes = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char* what) {
+    if (!ok) throw std::invalid_argument(what);
+}
+
+// Python's view of a format and step: (min_exponent, mantissa, zero_symbol, top_index, has_sign, largest).
+Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, std::optional<uint64_t> seed) {
+    Quantizer q{};
+    q.min_exponent = nb::cast<int>(fmt[0]);
+    q.mantissa = nb::cast<int>(fmt[1]);
+    q.zero_symbol = nb::cast<int>(fmt[2]);
+    q.top_index = nb::cast<int>(fmt[3]);
+    q.has_sign = nb::cast<bool>(fmt[4]);
+    q.largest = nb::cast<float>(fmt[5]);
+    q.decay = decay;
+    q.inverse = 1.0f / step;
+    q.values = values.data();
+    q.symbols = int(values.size());
+    q.stochastic = seed.has_value();
+    q.seed = seed.value_or(0);
+    require(q.symbols == q.zero_symbol + q.top_index + 1 && q.symbols <= kMaxSymbols, "values do not fit the format");
+    return q;
+}
+
+Stream make_stream(Floats gradient, const std::optional<Floats>& memory, std::optional<FloatsOut>& memory_out) {
+    size_t n = gradient.size();
+    require(!memory || memory->size() == n, "memory has the wrong size");
+    require(!memory_out || memory_out->size() == n, "memory_out has the wrong size");
+    return {gradient.data(), memory ? memory->data() : nullptr, memory_out ? memory_out->data() : nullptr, n, 0};
+}
+
+std::unique_ptr<RansTable> make_table(Ints frequencies, int precision) {
+    require(precision >= 1 && precision <= kMaxPrecision && frequencies.size() <= kMaxSymbols, "bad frequency table");
+    int64_t total = 0;
+    for (size_t i = 0; i < frequencies.size(); i++) {
+        require(frequencies.data()[i] >= 0 && frequencies.data()[i] <= 1 << precision, "bad frequency");
+        total += frequencies.data()[i];
+    }
+    require(total == 1 << precision, "frequencies do not add up");
+    return std::make_unique<RansTable>(frequencies.data(), int(frequencies.size()), precision);
+}
+
+void require_lanes(int lanes) {
+    require(lanes >= 1 && lanes <= kMaxLanes && !(lanes & (lanes - 1)), "lanes must be a power of two up to 64");
+}
+
+void quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
+              float step, nb::tuple fmt, Floats values, std::optional<uint64_t> seed, BytesOut symbols) {
+    Quantizer q = make_quantizer(fmt, decay, step, values, seed);
+    Stream s = make_stream(gradient, memory, memory_out);
+    require(symbols.size() == s.count, "symbols has the wrong size");
+    nb::gil_scoped_release release;
+    kernels().quantize(q, s, symbols.data());
+}
+
+// Chunks one after the other into `out`; returns their lengths.
+std::vector<size_t> quantize_rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
+                                  float decay, float step, nb::tuple fmt, Floats values, Ints frequencies,
+                                  int precision, int lanes, size_t chunk, BytesOut out) {
+    Quantizer q = make_quantizer(fmt, decay, step, values, std::nullopt);
+    Stream s = make_stream(gradient, memory, memory_out);
+    auto table = make_table(frequencies, precision);
+    require_lanes(lanes);
+    require(chunk > 0 && s.count > 0, "empty");
+    require(table->symbols == q.symbols, "frequencies do not fit the format");
+    size_t chunks = (s.count + chunk - 1) / chunk;
+    require(out.size() >= 2 * s.count + 3 * size_t(lanes) * chunks + 64, "out is too small");
+    nb::gil_scoped_release release;
+    std::unique_ptr<uint8_t[]> scratch(new uint8_t[std::min(chunk, s.count)]);
+    std::vector<size_t> lengths;
+    uint8_t* p = out.data();
+    for (size_t i = 0; i < s.count; i += chunk) {
+        Stream part = {s.gradient + i, s.memory ? s.memory + i : nullptr, s.memory_out ? s.memory_out + i : nullptr,
+                       std::min(chunk, s.count - i), i};
+        lengths.push_back(kernels().quantize_rans(q, part, *table, lanes, p, scratch.get()));
+        p += lengths.back();
+    }
+    return lengths;
+}
+
+size_t rans_encode_chunk(Bytes symbols, Ints frequencies, int precision, int lanes, BytesOut out) {
+    auto table = make_table(frequencies, precision);
+    require_lanes(lanes);
+    require(out.size() >= rans_bound(symbols.size(), lanes), "out is too small");
+    for (size_t i = 0; i < symbols.size(); i++) require(symbols.data()[i] < table->symbols, "symbol out of range");
+    nb::gil_scoped_release release;
+    return kernels().rans_encode(*table, symbols.data(), symbols.size(), lanes, out.data());
+}
+
+bool rans_decode_chunk(Bytes data, Ints frequencies, int precision, int lanes, BytesOut symbols) {
+    auto table = make_table(frequencies, precision);
+    require_lanes(lanes);
+    if (!symbols.size()) return false;
+    nb::gil_scoped_release release;
+    return kernels().rans_decode(*table, data.data(), data.size(), symbols.size(), lanes, Sink::symbols,
+                                 {symbols.data(), nullptr, nullptr});
+}
+
+// The values of all symbols, stored in `out` or added to it.
+bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
+                     Floats values, FloatsOut out, bool accumulate) {
+    auto table = make_table(frequencies, precision);
+    require_lanes(lanes);
+    require(table->symbols == int(values.size()), "values do not fit the frequencies");
+    require(chunk > 0 && lengths.size() == (out.size() + chunk - 1) / chunk, "wrong number of chunks");
+    size_t total = 0;
+    for (size_t n : lengths) total += n;
+    require(total == body.size(), "chunks do not fill the body");
+    nb::gil_scoped_release release;
+    const uint8_t* p = body.data();
+    for (size_t i = 0; i < lengths.size(); p += lengths[i++]) {
+        size_t start = i * chunk;
+        Target target = {nullptr, values.data(), out.data() + start};
+        if (!kernels().rans_decode(*table, p, lengths[i], std::min(chunk, out.size() - start), lanes,
+                                   accumulate ? Sink::add : Sink::store, target))
+            return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("use", [](const std::string& name) { return use_kernels(name.c_str()); });
+    m.def("in_use", [] { return std::string(kernels().name); });
+    m.def("available", [] {
+        std::vector<std::string> names;
+        for (const char* const* n = available_kernels(); *n; n++) names.emplace_back(*n);
+        return names;
+    });
+    m.def("crc32", [](Bytes data, uint32_t value) {
+        nb::gil_scoped_release release;
+        return crc32(data.data(), data.size(), value);
+    });
+    m.def("absmax", [](Floats x) {
+        nb::gil_scoped_release release;
+        uint32_t bits = kernels().absmax_bits(x.data(), x.size());
+        float value;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    });
+    m.def("moments", [](Floats x) {
+        int64_t nonzero;
+        double sum_abs, sum_square;
+        moments(x.data(), x.size(), nonzero, sum_abs, sum_square);
+        return nb::make_tuple(nonzero, sum_abs, sum_square);
+    });
+    m.def("quantize", &quantize, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
+          nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("seed").none(),
+          nb::arg("symbols"));
+    m.def("quantize_rans", &quantize_rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
+          nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("frequencies"),
+          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"));
+    m.def("rans_encode_chunk", &rans_encode_chunk);
+    m.def("rans_decode_chunk", &rans_decode_chunk);
+    m.def("rans_dequantize", &rans_dequantize);
+    m.def("pack_bits", [](Bytes symbols, int width, BytesOut out) {
+        require(width >= 1 && width <= 8 && out.size() == (symbols.size() * width + 7) / 8, "wrong size");
+        nb::gil_scoped_release release;
+        pack_bits(symbols.data(), symbols.size(), width, out.data());
+    });
+    m.def("unpack_bits", [](Bytes data, int width, int limit, BytesOut symbols) {
+        require(width >= 1 && width <= 8 && data.size() == (symbols.size() * width + 7) / 8, "wrong size");
+        nb::gil_scoped_release release;
+        return unpack_bits(data.data(), symbols.size(), width, limit, symbols.data());
+    });
+    m.def("huffman_encode", [](Bytes symbols, Bytes lengths, Codes codes, BytesOut out) {
+        require(lengths.size() == codes.size() && lengths.size() <= kMaxSymbols, "bad code");
+        for (size_t i = 0; i < lengths.size(); i++) require(lengths.data()[i] <= 16, "code is too long");
+        for (size_t i = 0; i < symbols.size(); i++) require(symbols.data()[i] < lengths.size(), "symbol out of range");
+        require(out.size() >= 2 * symbols.size() + 8, "out is too small");
+        nb::gil_scoped_release release;
+        return huffman_encode(symbols.data(), symbols.size(), lengths.data(), codes.data(), out.data());
+    });
+    m.def("huffman_decode", [](Bytes data, Bytes lengths, Codes codes, BytesOut symbols) {
+        require(lengths.size() == codes.size() && lengths.size() <= kMaxSymbols, "bad code");
+        nb::gil_scoped_release release;
+        return huffman_decode(data.data(), data.size(), symbols.size(), lengths.data(), codes.data(),
+                              int(lengths.size()), symbols.data());
+    });
+}

@@ -1,0 +1,136 @@
+// The parts that need no vector instructions of their own: tables, bit packing, Huffman, moments, CRC-32.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+namespace gradwire {
+
+RansTable::RansTable(const int64_t* frequencies, int symbols_, int precision_)
+    : precision(precision_), symbols(symbols_), frequency{}, start{}, reciprocal{}, symbol_of_slot{} {
+    uint32_t slot = 0;
+    for (int s = 0; s < symbols; s++) {
+        frequency[s] = uint32_t(frequencies[s]);
+        start[s] = slot;
+        if (frequency[s]) {
+            float r = 1.0f / float(frequency[s]);
+            reciprocal[s] = double(r) * frequency[s] < 1.0 ? std::nextafterf(r, 2.0f) : r;
+        }
+        for (uint32_t i = 0; i < frequency[s]; i++) symbol_of_slot[slot++] = uint8_t(s);
+    }
+}
+
+void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double& sum_square) {
+    double a[8] = {}, q[8] = {};
+    int64_t c[8] = {};
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int l = 0; l < 8; l++) {
+            double v = std::fabs(double(x[i + l]));
+            a[l] += v;
+            q[l] += v * v;
+            c[l] += v != 0;
+        }
+    for (; i < n; i++) {
+        double v = std::fabs(double(x[i]));
+        a[0] += v;
+        q[0] += v * v;
+        c[0] += v != 0;
+    }
+    nonzero = 0;
+    sum_abs = sum_square = 0;
+    for (int l = 0; l < 8; l++) {
+        nonzero += c[l];
+        sum_abs += a[l];
+        sum_square += q[l];
+    }
+}
+
+void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out) {
+    uint64_t bits = 0;
+    int filled = 0;
+    for (size_t i = 0; i < n; i++) {
+        bits |= uint64_t(symbols[i]) << filled;
+        filled += width;
+        while (filled >= 8) {
+            *out++ = uint8_t(bits);
+            bits >>= 8;
+            filled -= 8;
+        }
+    }
+    if (filled) *out = uint8_t(bits);
+}
+
+bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* symbols) {
+    uint64_t bits = 0;
+    int filled = 0;
+    bool good = true;
+    const uint32_t mask = (1u << width) - 1;
+    for (size_t i = 0; i < n; i++) {
+        if (filled < width) {
+            bits |= uint64_t(*data++) << filled;
+            filled += 8;
+        }
+        symbols[i] = uint8_t(bits & mask);
+        good &= symbols[i] < limit;
+        bits >>= width;
+        filled -= width;
+    }
+    return good && bits == 0;
+}
+
+size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, const uint16_t* codes, uint8_t* out) {
+    uint8_t* p = out;
+    uint64_t bits = 0;  // the lowest `filled` bits are waiting, the oldest highest
+    int filled = 0;
+    for (size_t i = 0; i < n; i++) {
+        bits = bits << lengths[symbols[i]] | codes[symbols[i]];
+        filled += lengths[symbols[i]];
+        if (filled >= 32) {
+            filled -= 32;
+            uint32_t word = uint32_t(bits >> filled);
+            *p++ = uint8_t(word >> 24);
+            *p++ = uint8_t(word >> 16);
+            *p++ = uint8_t(word >> 8);
+            *p++ = uint8_t(word);
+        }
+    }
+    for (; filled > 0; filled -= 8) *p++ = uint8_t(filled >= 8 ? bits >> (filled - 8) : bits << (8 - filled));
+    return p - out;
+}
+
+bool huffman_decode(const uint8_t* data, size_t length, size_t n, const uint8_t* lengths, const uint16_t* codes,
+                    int symbols, uint8_t* out) {
+    constexpr int kLimit = 12;
+    struct Entry {
+        uint8_t symbol, length;
+    };
+    std::vector<Entry> table(1 << kLimit, Entry{0, 0});  // length 0: no such code
+    for (int s = 0; s < symbols; s++) {
+        if (!lengths[s] || lengths[s] > kLimit) continue;
+        uint32_t first = uint32_t(codes[s]) << (kLimit - lengths[s]);
+        for (uint32_t i = 0; i < 1u << (kLimit - lengths[s]); i++)
+            table[(first + i) & ((1 << kLimit) - 1)] = {uint8_t(s), lengths[s]};
+    }
+    const uint8_t *p = data, *end = data + length;
+    uint64_t bits = 0;  // the lowest `filled` bits come next; zeros are read past the end and counted
+    int filled = 0, borrowed = 0;
+    for (size_t i = 0; i < n; i++) {
+        while (filled < kLimit) {
+            bits = bits << 8 | (p < end ? *p : 0);
+            p < end ? void(p++) : void(borrowed += 8);
+            filled += 8;
+        }
+        Entry e = table[bits >> (filled - kLimit) & ((1 << kLimit) - 1)];
+        if (!e.length) return false;
+        filled -= e.length;
+        if (filled < borrowed) return false;
+        out[i] = e.symbol;
+    }
+    filled -= borrowed;
+    bits >>= borrowed;
+    return p == end && filled < 8 && (bits & ((1u << filled) - 1)) == 0;
+}
+
+}  // namespace gradwire

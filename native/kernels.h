@@ -1,0 +1,91 @@
+// The native kernels: the operations of src/gradwire/kernels/reference.py on flat arrays, bit for bit.
+//
+// Every instruction set fills in one `Kernels` table (portable.cpp, simd_avx2.cpp, simd_avx512.cpp);
+// dispatch.cpp chooses between them at run time. The bytes are the same from all of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gradwire {
+
+constexpr int kLowBits = 14, kHighBits = 22;  // rANS states live in [2^14, 2^22)
+constexpr uint32_t kLow = 1u << kLowBits;
+constexpr int kMaxPrecision = 12, kMaxSymbols = 256, kMaxLanes = 64;
+
+// A float format and the step it is used with.
+struct Quantizer {
+    float decay, inverse, largest;  // inverse = 1/step
+    int min_exponent, mantissa, zero_symbol, top_index;
+    bool has_sign;
+    const float* values;  // what each symbol stands for
+    int symbols;
+    uint64_t seed;
+    bool stochastic;
+};
+
+// u = g + decay * memory goes in; memory_out = u - value(symbol) comes out. Both memories may be null, or equal.
+struct Stream {
+    const float* gradient;
+    const float* memory;
+    float* memory_out;
+    size_t count;
+    uint64_t first;  // index of the first entry, for the random numbers
+};
+
+// Frequencies of a model in the forms that encoders and decoders want.
+struct RansTable {
+    int precision, symbols;
+    uint32_t frequency[kMaxSymbols], start[kMaxSymbols];
+    float reciprocal[kMaxSymbols];  // see rans.h: rounded up, so that truncation divides exactly
+    uint8_t symbol_of_slot[(1 << kMaxPrecision) + 4];  // four more: gathers read whole words
+
+    RansTable(const int64_t* frequencies, int symbols, int precision);
+};
+
+enum class Sink { symbols, store, add };  // where decoded symbols go: as they are, or their values
+
+// What a decoder writes to: `symbols` for Sink::symbols, `values` (a table) and `out` for the others.
+struct Target {
+    uint8_t* symbols;
+    const float* values;
+    float* out;
+};
+
+struct Kernels {
+    const char* name;
+    uint32_t (*absmax_bits)(const float* x, size_t n);  // bit pattern of max |x|; NaN counts as largest
+    void (*quantize)(const Quantizer& q, const Stream& s, uint8_t* symbols);
+    // Both return the number of bytes written; `out` has room for rans_bound(count, lanes).
+    size_t (*rans_encode)(const RansTable& t, const uint8_t* symbols, size_t count, int lanes, uint8_t* out);
+    size_t (*quantize_rans)(const Quantizer& q, const Stream& s, const RansTable& t, int lanes, uint8_t* out,
+                            uint8_t* scratch);
+    // False if the chunk is damaged. Reads no byte outside data[0, length).
+    bool (*rans_decode)(const RansTable& t, const uint8_t* data, size_t length, size_t count, int lanes, Sink sink,
+                        const Target& target);
+};
+
+// Every symbol emits at most two bytes; the rest is the states and room for one wide store.
+inline size_t rans_bound(size_t count, int lanes) { return 2 * count + 3 * lanes + 64; }
+
+extern const Kernels portable_kernels;
+#ifdef GRADWIRE_X86
+extern const Kernels avx2_kernels, avx512_kernels;
+#endif
+
+const Kernels& kernels();                // the ones in use
+bool use_kernels(const char* name);      // false if this machine lacks them
+const char* const* available_kernels();  // null-terminated, best last
+
+uint32_t crc32(const uint8_t* data, size_t n, uint32_t value);
+
+// Sums over the entries that are not zero, in fp64 (eight partial sums, always the same ones).
+void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double& sum_square);
+
+void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out);
+bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* symbols);
+size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, const uint16_t* codes, uint8_t* out);
+bool huffman_decode(const uint8_t* data, size_t length, size_t n, const uint8_t* lengths, const uint16_t* codes,
+                    int symbols, uint8_t* out);
+
+}  // namespace gradwire

@@ -1,0 +1,95 @@
+// Rounding to a small float format, for any format; compiled once per instruction set and vectorised there.
+//
+// Traps:
+// - No fused multiply-add anywhere (the build says -ffp-contract=off): the reference rounds after each operation.
+// - Rounding to a multiple of a power of two is done by adding 1.5 * 2^23 such multiples: the sum has no bits
+//   left below the multiple, and the addition itself rounds to nearest, ties to even.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace gradwire {
+namespace {  // one copy per instruction set: an inline function with one name could be linked from the wrong one
+
+inline uint32_t as_bits(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, 4);
+    return b;
+}
+inline float as_float(uint32_t b) {
+    float x;
+    std::memcpy(&x, &b, 4);
+    return x;
+}
+
+inline uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x21f0aaadu;
+    x = (x ^ (x >> 15)) * 0x735a2d97u;
+    return x ^ (x >> 15);
+}
+
+// 24 random bits for an entry: the generator of docs/wire-format.md.
+inline uint32_t random24(uint64_t index, uint64_t seed) {
+    uint32_t key1 = mix(uint32_t(seed) ^ 0x9e3779b9u ^ mix(uint32_t(index >> 32)));
+    uint32_t key2 = mix(key1 ^ uint32_t(seed >> 32));
+    return mix(mix(uint32_t(index) ^ key1) + key2) >> 8;
+}
+
+inline float compensated(float gradient, float memory, float decay) {
+    float u = gradient + memory * decay;
+    return u > FLT_MAX ? FLT_MAX : (u < -FLT_MAX ? -FLT_MAX : u);
+}
+
+template <bool Stochastic>
+inline int to_symbol(const Quantizer& q, float u, uint64_t index) {
+    float y = u * q.inverse;
+    float a = q.has_sign ? std::fabs(y) : (y > 0 ? y : 0.0f);
+    a = a < q.largest ? a : q.largest;
+    int exponent = int(as_bits(a) >> 23) - 127;
+    exponent = exponent > q.min_exponent ? exponent : q.min_exponent;
+    uint32_t magic = (uint32_t(exponent - q.mantissa + 23 + 127) << 23) | 0x400000u;
+    int multiple = int(as_bits(a + as_float(magic)) - magic);
+    if (Stochastic) {
+        // Down to the multiple below, then up with the probability of what is left.
+        float spacing = as_float(uint32_t(exponent - q.mantissa + 127) << 23);
+        if (float(multiple) * spacing > a) multiple -= 1;
+        float rest = (a - float(multiple) * spacing) / spacing;
+        multiple += float(random24(index, q.seed)) * (1.0f / 16777216.0f) < rest;
+    }
+    int i = ((exponent - q.min_exponent) << q.mantissa) + multiple;
+    i = i < q.top_index ? i : q.top_index;
+    return q.zero_symbol + (y < 0 ? -i : i);
+}
+
+template <bool Memory, bool Stochastic>
+inline void quantize_loop(const Quantizer& q, const Stream& s, uint8_t* symbols) {
+    for (size_t i = 0; i < s.count; i++) {
+        float u = Memory ? compensated(s.gradient[i], s.memory[i], q.decay) : s.gradient[i];
+        int symbol = to_symbol<Stochastic>(q, u, s.first + i);
+        symbols[i] = uint8_t(symbol);
+        if (s.memory_out) s.memory_out[i] = u - q.values[symbol];
+    }
+}
+
+[[gnu::noinline]] void quantize_any(const Quantizer& q, const Stream& s, uint8_t* symbols) {
+    if (q.stochastic)
+        s.memory ? quantize_loop<true, true>(q, s, symbols) : quantize_loop<false, true>(q, s, symbols);
+    else
+        s.memory ? quantize_loop<true, false>(q, s, symbols) : quantize_loop<false, false>(q, s, symbols);
+}
+
+inline uint32_t absmax_bits_loop(const float* x, size_t n) {
+    uint32_t most = 0;  // magnitudes order like their bit patterns; infinities and NaN are above all others
+    for (size_t i = 0; i < n; i++) {
+        uint32_t b = as_bits(x[i]) & 0x7fffffffu;
+        most = b > most ? b : most;
+    }
+    return most;
+}
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,153 @@
+"""The kernels of `reference`, by the native module, for CPU tensors; the same bytes.
+
+What it does not cover (tensors on other devices, and operations that cost nothing) stays with the reference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .. import _native  # type: ignore[attr-defined]
+from ..errors import FrameError
+from ..formats import Format
+from . import reference
+from .reference import chunk_size, compensate, dequantize, histogram, sample
+
+__all__ = [
+    "absmax", "chunk_size", "compensate", "crc32", "dequantize", "histogram", "huffman_decode", "huffman_encode",
+    "instruction_sets", "moments", "pack_bits", "quantize", "quantize_rans", "rans_decode_chunk", "rans_dequantize",
+    "rans_encode_chunk", "sample", "to_symbols", "unpack_bits", "use",
+]  # fmt: skip
+
+
+def instruction_sets() -> list[str]:
+    """Those this machine has, best last."""
+    return _native.available()
+
+
+def use(name: str) -> None:
+    """Choose an instruction set; for tests and benchmarks."""
+    if not _native.use(name):
+        raise ValueError(f"this machine has no {name!r} kernels; it has {', '.join(instruction_sets())}")
+
+
+def _native_can(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+def _bytes(data: memoryview | np.ndarray) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _format(fmt: Format) -> tuple[int, int, int, int, bool, float]:
+    return (
+        fmt.min_exponent, fmt.mantissa, fmt.zero_symbol, len(fmt.magnitudes) - 1, bool(fmt.sign), fmt.largest
+    )  # fmt: skip
+
+
+def _seed(seed: int | None) -> int | None:
+    return None if seed is None else seed & 0xFFFFFFFFFFFFFFFF
+
+
+def crc32(data: memoryview, value: int = 0) -> int:
+    return _native.crc32(_bytes(data), value)
+
+
+def moments(x: torch.Tensor) -> tuple[int, float, float]:
+    return _native.moments(x) if _native_can(x) else reference.moments(x)
+
+
+def absmax(x: torch.Tensor) -> float:
+    return _native.absmax(x) if _native_can(x) else reference.absmax(x)
+
+
+def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = None) -> torch.Tensor:
+    # The values matter only to an error memory, and here is none.
+    return quantize(u, None, None, 0.0, step, fmt, torch.zeros(fmt.symbols), seed)
+
+
+def quantize(
+    gradient: torch.Tensor,
+    memory: torch.Tensor | None,
+    memory_out: torch.Tensor | None,
+    decay: float,
+    step: float,
+    fmt: Format,
+    values: torch.Tensor,
+    seed: int | None = None,
+) -> torch.Tensor:
+    if not _native_can(gradient):
+        return reference.quantize(gradient, memory, memory_out, decay, step, fmt, values, seed)
+    symbols = torch.empty(gradient.numel(), dtype=torch.uint8)
+    _native.quantize(gradient, memory, memory_out, decay, step, _format(fmt), values, _seed(seed), symbols)
+    return symbols
+
+
+def pack_bits(symbols: np.ndarray, width: int) -> bytes:
+    out = np.empty((len(symbols) * width + 7) // 8, dtype=np.uint8)
+    _native.pack_bits(symbols, width, out)
+    return out.tobytes()
+
+
+def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndarray:
+    if len(data) != (count * width + 7) // 8:
+        raise FrameError("wrong length of packed symbols")
+    symbols = np.empty(count, dtype=np.uint8)
+    if not _native.unpack_bits(_bytes(data), width, limit, symbols):
+        raise FrameError("damaged packed symbols")
+    return symbols
+
+
+def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:
+    out = np.empty(2 * len(symbols) + 8, dtype=np.uint8)
+    return out[: _native.huffman_encode(symbols, lengths, codes, out)].tobytes()
+
+
+def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    symbols = np.empty(count, dtype=np.uint8)
+    if not _native.huffman_decode(_bytes(data), lengths, codes, symbols):
+        raise FrameError("damaged huffman data")
+    return symbols
+
+
+def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: int, lanes: int) -> bytes:
+    out = np.empty(2 * len(symbols) + 3 * lanes + 64, dtype=np.uint8)
+    return out[: _native.rans_encode_chunk(symbols, frequencies, precision, lanes, out)].tobytes()
+
+
+def rans_decode_chunk(
+    data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int
+) -> np.ndarray:
+    symbols = np.empty(count, dtype=np.uint8)
+    if not _native.rans_decode_chunk(_bytes(data), frequencies, precision, lanes, symbols):
+        raise FrameError("damaged rans chunk")
+    return symbols
+
+
+def quantize_rans(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
+    fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
+    out: torch.Tensor,
+) -> list[int] | None:  # fmt: skip
+    """Error feedback, conversion and rANS in one pass; the lengths of the chunks, which stand in `out`."""
+    if not _native_can(gradient):
+        return None
+    size = chunk_size(gradient.numel(), chunks)
+    return _native.quantize_rans(
+        gradient, memory, memory_out, decay, step, _format(fmt), values, frequencies, precision,
+        1 << lane_bits, size, out,
+    )  # fmt: skip
+
+
+def rans_dequantize(
+    body: memoryview, lengths: list[int], count: int, frequencies: np.ndarray, precision: int, lane_bits: int,
+    values: torch.Tensor, out: torch.Tensor, accumulate: bool,
+) -> bool:  # fmt: skip
+    """Decode chunks straight into fp32 `out`, or add them to it."""
+    size = chunk_size(count, len(lengths))
+    if not _native.rans_dequantize(
+        _bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, values, out, accumulate
+    ):
+        raise FrameError("damaged rans chunk")
+    return True
