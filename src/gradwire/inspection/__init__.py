@@ -1,0 +1,1 @@
+"""What is in a frame, how a gradient is distributed, what it costs on the wire: for `gradwire inspect`."""
