@@ -2,9 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -80,8 +82,9 @@ void quantize(Floats gradient, std::optional<Floats> memory, std::optional<Float
     kernels().quantize(q, s, symbols.data());
 }
 
-// Chunks one after the other into `out`; returns their lengths.
-std::vector<size_t> quantize_rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
+// Chunks one after the other into `out`; returns their lengths, and how many entries they hold: less than all if it
+// stopped before a NaN or an infinity.
+std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
                                   float decay, float step, nb::tuple fmt, Floats values, Ints frequencies,
                                   int precision, int lanes, size_t chunk, BytesOut out) {
     Quantizer q = make_quantizer(fmt, decay, step, values, std::nullopt);
@@ -99,10 +102,12 @@ std::vector<size_t> quantize_rans(Floats gradient, std::optional<Floats> memory,
     for (size_t i = 0; i < s.count; i += chunk) {
         Stream part = {s.gradient + i, s.memory ? s.memory + i : nullptr, s.memory_out ? s.memory_out + i : nullptr,
                        std::min(chunk, s.count - i), i};
-        lengths.push_back(kernels().quantize_rans(q, part, *table, lanes, p, scratch.get()));
-        p += lengths.back();
+        Coded coded = kernels().quantize_rans(q, part, *table, lanes, p, scratch.get());
+        if (coded.entries) lengths.push_back(coded.bytes);
+        if (coded.entries < part.count) return {lengths, i + coded.entries};
+        p += coded.bytes;
     }
-    return lengths;
+    return {lengths, s.count};
 }
 
 size_t rans_encode_chunk(Bytes symbols, Ints frequencies, int precision, int lanes, BytesOut out) {
@@ -119,8 +124,8 @@ bool rans_decode_chunk(Bytes data, Ints frequencies, int precision, int lanes, B
     require_lanes(lanes);
     if (!symbols.size()) return false;
     nb::gil_scoped_release release;
-    return kernels().rans_decode(*table, data.data(), data.size(), symbols.size(), lanes, Sink::symbols,
-                                 {symbols.data(), nullptr, nullptr});
+    Chunk chunk = {data.data(), data.size(), symbols.size(), {symbols.data(), nullptr, nullptr}};
+    return kernels().rans_decode(*table, &chunk, 1, lanes, Sink::symbols);
 }
 
 // The values of all symbols, stored in `out` or added to it.
@@ -132,17 +137,16 @@ bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, 
     require(chunk > 0 && lengths.size() == (out.size() + chunk - 1) / chunk, "wrong number of chunks");
     size_t total = 0;
     for (size_t n : lengths) total += n;
-    require(total == body.size(), "chunks do not fill the body");
+    require(total == body.size() && !lengths.empty(), "chunks do not fill the body");
     nb::gil_scoped_release release;
+    std::vector<Chunk> chunks;
     const uint8_t* p = body.data();
     for (size_t i = 0; i < lengths.size(); p += lengths[i++]) {
         size_t start = i * chunk;
         Target target = {nullptr, values.data(), out.data() + start};
-        if (!kernels().rans_decode(*table, p, lengths[i], std::min(chunk, out.size() - start), lanes,
-                                   accumulate ? Sink::add : Sink::store, target))
-            return false;
+        chunks.push_back({p, lengths[i], std::min(chunk, out.size() - start), target});
     }
-    return true;
+    return kernels().rans_decode(*table, chunks.data(), chunks.size(), lanes, accumulate ? Sink::add : Sink::store);
 }
 
 }  // namespace
@@ -171,6 +175,19 @@ NB_MODULE(_native, m) {
         double sum_abs, sum_square;
         moments(x.data(), x.size(), nonzero, sum_abs, sum_square);
         return nb::make_tuple(nonzero, sum_abs, sum_square);
+    });
+    m.def("sample", [](Floats gradient, std::optional<Floats> memory, float decay, size_t runs, size_t length, FloatsOut out) {
+        require(!memory || memory->size() == gradient.size(), "memory has the wrong size");
+        require(runs && out.size() == runs * length && gradient.size() / runs >= length, "sample is too large");
+        sample(gradient.data(), memory ? memory->data() : nullptr, decay, gradient.size(), runs, length, out.data());
+    }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"), nb::arg("out"));
+    m.def("squared_errors", [](Floats u, std::vector<float> steps, nb::tuple fmt, Floats values) {
+        std::vector<double> errors;
+        for (float step : steps) {
+            Quantizer q = make_quantizer(fmt, 0, step, values, std::nullopt);
+            errors.push_back(kernels().squared_error(q, u.data(), u.size()) * double(step) * double(step));
+        }
+        return errors;
     });
     m.def("quantize", &quantize, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("seed").none(),

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "quantize.h"
 
 namespace gradwire {
 
@@ -44,6 +44,15 @@ void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double
         nonzero += c[l];
         sum_abs += a[l];
         sum_square += q[l];
+    }
+}
+
+void sample(const float* gradient, const float* memory, float decay, size_t n, size_t runs, size_t length, float* out) {
+    const size_t stratum = n / runs;
+    for (size_t r = 0; r < runs; r++) {
+        size_t start = r * stratum + mix(uint32_t(r)) % (stratum - length + 1);
+        for (size_t i = start; i < start + length; i++)
+            *out++ = memory ? compensated(gradient[i], memory[i], decay) : gradient[i];
     }
 }
 
@@ -102,27 +111,29 @@ size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, 
 
 bool huffman_decode(const uint8_t* data, size_t length, size_t n, const uint8_t* lengths, const uint16_t* codes,
                     int symbols, uint8_t* out) {
-    constexpr int kLimit = 12;
+    int longest = 0;
+    for (int s = 0; s < symbols; s++) longest = lengths[s] > longest ? lengths[s] : longest;
+    if (!longest || longest > 15) return false;
     struct Entry {
         uint8_t symbol, length;
     };
-    std::vector<Entry> table(1 << kLimit, Entry{0, 0});  // length 0: no such code
+    std::vector<Entry> table(size_t(1) << longest, Entry{0, 0});  // length 0: no such code
     for (int s = 0; s < symbols; s++) {
-        if (!lengths[s] || lengths[s] > kLimit) continue;
-        uint32_t first = uint32_t(codes[s]) << (kLimit - lengths[s]);
-        for (uint32_t i = 0; i < 1u << (kLimit - lengths[s]); i++)
-            table[(first + i) & ((1 << kLimit) - 1)] = {uint8_t(s), lengths[s]};
+        if (!lengths[s]) continue;
+        uint32_t first = uint32_t(codes[s]) << (longest - lengths[s]);
+        for (uint32_t i = 0; i < 1u << (longest - lengths[s]); i++)
+            table[(first + i) & ((1 << longest) - 1)] = {uint8_t(s), lengths[s]};
     }
     const uint8_t *p = data, *end = data + length;
     uint64_t bits = 0;  // the lowest `filled` bits come next; zeros are read past the end and counted
     int filled = 0, borrowed = 0;
     for (size_t i = 0; i < n; i++) {
-        while (filled < kLimit) {
+        while (filled < longest) {
             bits = bits << 8 | (p < end ? *p : 0);
             p < end ? void(p++) : void(borrowed += 8);
             filled += 8;
         }
-        Entry e = table[bits >> (filled - kLimit) & ((1 << kLimit) - 1)];
+        Entry e = table[bits >> (filled - longest) & ((1 << longest) - 1)];
         if (!e.length) return false;
         filled -= e.length;
         if (filled < borrowed) return false;

@@ -11,7 +11,7 @@ namespace gradwire {
 
 constexpr int kLowBits = 14, kHighBits = 22;  // rANS states live in [2^14, 2^22)
 constexpr uint32_t kLow = 1u << kLowBits;
-constexpr int kMaxPrecision = 12, kMaxSymbols = 256, kMaxLanes = 64;
+constexpr int kMaxPrecision = 14, kMaxSymbols = 256, kMaxLanes = 64;
 
 // A float format and the step it is used with.
 struct Quantizer {
@@ -38,7 +38,7 @@ struct RansTable {
     int precision, symbols;
     uint32_t frequency[kMaxSymbols], start[kMaxSymbols];
     float reciprocal[kMaxSymbols];  // see rans.h: rounded up, so that truncation divides exactly
-    uint8_t symbol_of_slot[(1 << kMaxPrecision) + 4];  // four more: gathers read whole words
+    uint8_t symbol_of_slot[1 << kMaxPrecision];
 
     RansTable(const int64_t* frequencies, int symbols, int precision);
 };
@@ -52,17 +52,29 @@ struct Target {
     float* out;
 };
 
+// A coded chunk of `count` entries, and where they go.
+struct Chunk {
+    const uint8_t* data;
+    size_t length, count;
+    Target target;
+};
+
+// What an encoder did: it stops before a row that holds a NaN or an infinity, with a valid chunk of the rows before it.
+struct Coded {
+    size_t bytes, entries;
+};
+
 struct Kernels {
     const char* name;
     uint32_t (*absmax_bits)(const float* x, size_t n);  // bit pattern of max |x|; NaN counts as largest
     void (*quantize)(const Quantizer& q, const Stream& s, uint8_t* symbols);
-    // Both return the number of bytes written; `out` has room for rans_bound(count, lanes).
+    double (*squared_error)(const Quantizer& q, const float* u, size_t n);
+    // Both write a chunk to `out`, which has room for rans_bound(count, lanes).
     size_t (*rans_encode)(const RansTable& t, const uint8_t* symbols, size_t count, int lanes, uint8_t* out);
-    size_t (*quantize_rans)(const Quantizer& q, const Stream& s, const RansTable& t, int lanes, uint8_t* out,
-                            uint8_t* scratch);
-    // False if the chunk is damaged. Reads no byte outside data[0, length).
-    bool (*rans_decode)(const RansTable& t, const uint8_t* data, size_t length, size_t count, int lanes, Sink sink,
-                        const Target& target);
+    Coded (*quantize_rans)(const Quantizer& q, const Stream& s, const RansTable& t, int lanes, uint8_t* out,
+                           uint8_t* scratch);
+    // False if a chunk is damaged. Reads no byte outside their data.
+    bool (*rans_decode)(const RansTable& t, const Chunk* chunks, size_t n, int lanes, Sink sink);
 };
 
 // Every symbol emits at most two bytes; the rest is the states and room for one wide store.
@@ -81,6 +93,9 @@ uint32_t crc32(const uint8_t* data, size_t n, uint32_t value);
 
 // Sums over the entries that are not zero, in fp64 (eight partial sums, always the same ones).
 void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double& sum_square);
+
+// u at the sampled entries (docs/architecture.md): `runs` runs of `length` entries, one in each equal part.
+void sample(const float* gradient, const float* memory, float decay, size_t n, size_t runs, size_t length, float* out);
 
 void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out);
 bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* symbols);

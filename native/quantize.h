@@ -65,17 +65,54 @@ inline int to_symbol(const Quantizer& q, float u, uint64_t index) {
     return q.zero_symbol + (y < 0 ? -i : i);
 }
 
+inline float rounding_error(const Quantizer& q, float u) {
+    float y = u * q.inverse;
+    float a = q.has_sign ? std::fabs(y) : (y > 0 ? y : 0.0f);
+    float limited = a < q.largest ? a : q.largest;
+    int exponent = int(as_bits(limited) >> 23) - 127;
+    exponent = exponent > q.min_exponent ? exponent : q.min_exponent;
+    float magic = as_float((uint32_t(exponent - q.mantissa + 23 + 127) << 23) | 0x400000u);
+    return std::fabs(y) - ((limited + magic) - magic);
+}
+
+// Sum of the squared errors of rounding u, in units of the step squared. Sixteen sums, so that it vectorises.
+inline double squared_error_loop(const Quantizer& quantizer, const float* u, size_t n) {
+    const Quantizer q = quantizer;
+    double total = 0;
+    size_t i = 0;
+    while (n - i >= 16) {
+        float sums[16] = {};
+        const size_t end = i + (n - i < 1024 ? (n - i) / 16 * 16 : 1024);
+        for (; i < end; i += 16)
+            for (int l = 0; l < 16; l++) {
+                float e = rounding_error(q, u[i + l]);
+                sums[l] += e * e;
+            }
+        for (float s : sums) total += s;
+    }
+    for (; i < n; i++) total += double(rounding_error(q, u[i])) * rounding_error(q, u[i]);
+    return total;
+}
+
+// In blocks that stay in the first-level cache, one simple loop for each step, so that the compiler vectorises them.
 template <bool Memory, bool Stochastic>
-inline void quantize_loop(const Quantizer& q, const Stream& s, uint8_t* symbols) {
-    for (size_t i = 0; i < s.count; i++) {
-        float u = Memory ? compensated(s.gradient[i], s.memory[i], q.decay) : s.gradient[i];
-        int symbol = to_symbol<Stochastic>(q, u, s.first + i);
-        symbols[i] = uint8_t(symbol);
-        if (s.memory_out) s.memory_out[i] = u - q.values[symbol];
+inline void quantize_loop(const Quantizer& quantizer, const Stream& s, uint8_t* symbols) {
+    constexpr size_t kBlock = 1024;
+    const Quantizer q = quantizer;  // a copy: stores to `symbols` could otherwise change it
+    float u[kBlock];
+    int32_t symbol[kBlock];
+    for (size_t start = 0; start < s.count; start += kBlock) {
+        const int n = int(s.count - start < kBlock ? s.count - start : kBlock);
+        const float *gradient = s.gradient + start, *memory = Memory ? s.memory + start : nullptr;
+        for (int i = 0; i < n; i++) u[i] = Memory ? compensated(gradient[i], memory[i], q.decay) : gradient[i];
+        for (int i = 0; i < n; i++) symbol[i] = to_symbol<Stochastic>(q, u[i], s.first + start + i);
+        for (int i = 0; i < n; i++) symbols[start + i] = uint8_t(symbol[i]);
+        if (float* out = s.memory_out)
+            for (int i = 0; i < n; i++) out[start + i] = u[i] - q.values[symbol[i]];
     }
 }
 
-[[gnu::noinline]] void quantize_any(const Quantizer& q, const Stream& s, uint8_t* symbols) {
+[[maybe_unused, gnu::noinline]] void quantize_any(const Quantizer& q, const Stream& s, uint8_t* symbols) {
     if (q.stochastic)
         s.memory ? quantize_loop<true, true>(q, s, symbols) : quantize_loop<false, true>(q, s, symbols);
     else
@@ -89,6 +126,17 @@ inline uint32_t absmax_bits_loop(const float* x, size_t n) {
         most = b > most ? b : most;
     }
     return most;
+}
+
+// Whether all of u = g + decay * memory is finite.
+[[maybe_unused]] inline bool all_finite(const Quantizer& q, const Stream& s) {
+    uint32_t most = 0;
+    for (size_t i = 0; i < s.count; i++) {
+        float u = s.memory ? s.gradient[i] + s.memory[i] * q.decay : s.gradient[i];
+        uint32_t b = as_bits(u) & 0x7fffffffu;
+        most = b > most ? b : most;
+    }
+    return most < 0x7f800000u;
 }
 
 }  // namespace

@@ -98,27 +98,26 @@ inline bool all_at_start(const uint32_t* x, int lanes) {
 }
 
 template <Sink S>
-inline bool rans_decode_loop(const RansTable& t, const uint8_t* data, size_t length, size_t count, int lanes,
-                             const Target& target) {
+inline bool rans_decode_chunk(const RansTable& t, const Chunk& c, int lanes) {
     uint32_t x[kMaxLanes];
-    if (length < size_t(3 * lanes) || !read_states(data, lanes, x)) return false;
-    const uint8_t *begin = data + 3 * lanes, *end = data + length;
-    for (size_t row = (count - 1) / lanes * lanes;; row -= lanes) {
-        int width = count - row < size_t(lanes) ? int(count - row) : lanes;
-        end = decode_row<S>(t, row, width, x, begin, end, target);
+    if (c.length < size_t(3 * lanes) || !read_states(c.data, lanes, x)) return false;
+    const uint8_t *begin = c.data + 3 * lanes, *end = c.data + c.length;
+    for (size_t row = (c.count - 1) / lanes * lanes;; row -= lanes) {
+        int width = c.count - row < size_t(lanes) ? int(c.count - row) : lanes;
+        end = decode_row<S>(t, row, width, x, begin, end, c.target);
         if (!end) return false;
         if (!row) break;
     }
     return end == begin && all_at_start(x, lanes);
 }
 
-inline bool rans_decode_any(const RansTable& t, const uint8_t* data, size_t length, size_t count, int lanes, Sink sink,
-                            const Target& target) {
-    switch (sink) {
-        case Sink::symbols: return rans_decode_loop<Sink::symbols>(t, data, length, count, lanes, target);
-        case Sink::store: return rans_decode_loop<Sink::store>(t, data, length, count, lanes, target);
-        default: return rans_decode_loop<Sink::add>(t, data, length, count, lanes, target);
-    }
+inline bool rans_decode_any(const RansTable& t, const Chunk* chunks, size_t n, int lanes, Sink sink) {
+    auto decode = sink == Sink::symbols ? rans_decode_chunk<Sink::symbols>
+                  : sink == Sink::store ? rans_decode_chunk<Sink::store>
+                                        : rans_decode_chunk<Sink::add>;
+    for (size_t i = 0; i < n; i++)
+        if (!decode(t, chunks[i], lanes)) return false;
+    return true;
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,13 +13,16 @@ import torch
 
 from . import kernels, wire
 from .convert import cast, minifloat, stored
-from .convert.job import Job
+from .convert.job import Job, NonFinite
 from .errors import FrameError, GradwireError
 
 CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _DECODERS = {wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode}
 assert sorted(_DECODERS) == list(range(len(_DECODERS))), "every codec number on the wire has a decoder"
 
+# Memory updated in place is left bit for bit as it was by a non-finite gradient up to this size, because such tensors
+# are looked through first. Larger ones are not (it would cost a fifth of the time), and get theirs back to fp32 rounding.
+CHECKED_AHEAD = 2**22
 DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame is long enough to hold them in earnest
 ELEMENTS_PER_BYTE = 4096
 Bytes = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
@@ -92,16 +94,18 @@ class Codec:
         gradient = flat.float() if tensor.dtype in CONVERTIBLE else None
         if gradient is None or not flat.numel():
             return _frame_of_stored(flat, tensor, out, 0)
-        if not math.isfinite(kernels.absmax(gradient)):
-            if residual_out is not None and residual is not None and residual_out is not residual:
-                residual_out.copy_(residual)
-            finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
-            return _frame_of_stored(flat, tensor, out, 0 if finite else wire.NONFINITE)
-
         job = Job(
             gradient, tensor.dtype, _flat(residual), _flat(residual_out), decay, seed, tuple(segments)
         )
-        return self._encode_finite(job, tensor, out)
+        try:
+            if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
+                job.require_finite()
+            return self._encode_finite(job, tensor, out)
+        except NonFinite:
+            if job.memory is not None and job.memory_out is not None and not job.in_place:
+                job.memory_out.copy_(job.memory)
+            finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
+            return _frame_of_stored(flat, tensor, out, 0 if finite else wire.NONFINITE)
 
     def _encode_finite(self, job: Job, tensor: torch.Tensor, out: torch.Tensor) -> int:
         shape, dense = tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize
@@ -131,6 +135,8 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
         raise GradwireError(f"cannot encode layout {tensor.layout}: call .to_dense() first")
     if tensor.dtype not in wire.DTYPES:
         raise GradwireError(f"cannot encode {tensor.dtype}; supported: {', '.join(map(str, wire.DTYPES))}")
+    if tensor.dim() > wire.MAX_RANK:
+        raise GradwireError(f"a frame holds at most {wire.MAX_RANK} dimensions, not {tensor.dim()}: flatten first")
     if tensor.device.type == "meta":
         raise GradwireError("a tensor on the meta device has no values to encode")
     return tensor.detach()

@@ -17,6 +17,11 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def bfloat16(value: float) -> bytes:
+    """A number that bfloat16 holds exactly, as two bytes."""
+    return struct.pack("<f", value)[2:]
+
+
 class Reader:
     """Takes fields off the front of a buffer; every read past the end is a FrameError."""
 
@@ -36,11 +41,8 @@ class Reader:
     def byte(self) -> int:
         return self.take(1)[0]
 
-    def float32(self) -> float:
-        return struct.unpack("<f", self.take(4))[0]
-
-    def uint32(self) -> int:
-        return struct.unpack("<I", self.take(4))[0]
+    def bfloat16(self) -> float:
+        return struct.unpack("<f", b"\0\0" + self.take(2))[0]
 
     def varint(self, limit: int) -> int:
         value = shift = 0

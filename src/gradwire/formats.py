@@ -36,13 +36,13 @@ class Format:
             and 0 <= self.mantissa <= 6
             and self.sign + self.exponent + self.mantissa <= 8
             and self.special in SPECIALS
-            and -64 <= self.bias <= 64
-            and used * 2**self.mantissa - (self.special == "code") >= 2
+            and -32 <= self.bias <= 64  # lower, and the largest magnitudes come too close to the end of fp32
+            and 2 <= used * 2**self.mantissa - (self.special == "code") <= 255
         )
         if not ok:
             raise SpecError(
                 f"no such float format: {self}; needs sign 0 or 1, exponent 1…6 bits, mantissa 0…6 bits, "
-                f"8 bits in all at most, bias −64…64 (for larger formats use the codecs fp16 and bf16)"
+                f"8 bits and 255 values at most, bias −32…64 (for larger formats use the codecs fp16 and bf16)"
             )
 
     @property

@@ -20,13 +20,15 @@ VERSION = 1
 STORED, MINIFLOAT, CAST = 0, 1, 2
 NONFINITE, SEGMENTED = 1, 2
 MAX_ELEMENTS = 2**48
+MAX_RANK = 15
 
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _DTYPE_NUMBER = {dtype: i for i, dtype in enumerate(DTYPES)}
-_FIXED = struct.Struct("<2sBBBBBBI")
+_FIXED = struct.Struct("<2sBBBI")
+_CHECKSUM_AT = 5
 
 
 @dataclass(frozen=True)
@@ -64,21 +66,23 @@ def seal(
     sizes = varint(payload_length) + b"".join(varint(d) for d in shape)
     start = _FIXED.size + len(sizes)
     length = start + payload_length
-    out[: _FIXED.size] = _FIXED.pack(MAGIC, VERSION, codec, _DTYPE_NUMBER[dtype], flags, len(shape), 0, 0)
+    kind, tensor = codec | flags << 4, _DTYPE_NUMBER[dtype] | len(shape) << 4
+    out[: _FIXED.size] = _FIXED.pack(MAGIC, VERSION, kind, tensor, 0)
     out[_FIXED.size : start] = sizes
-    out[8:12] = struct.pack("<I", _checksum(out[:length]))
+    out[_CHECKSUM_AT : _FIXED.size] = struct.pack("<I", _checksum(out[:length]))
     return length
 
 
 def _checksum(frame: memoryview) -> int:
-    return kernels.crc32(frame[12:], kernels.crc32(frame[:8]))
+    return kernels.crc32(frame[_FIXED.size :], kernels.crc32(frame[:_CHECKSUM_AT]))
 
 
 def read_header(data: memoryview) -> Header:
     """Parse and validate the header at the front of `data`; the checksum is `check`'s business."""
     if len(data) < _FIXED.size + 1:
         raise FrameError(f"frame is cut short: {len(data)} bytes")
-    magic, version, codec, dtype, flags, rank, reserved, _ = _FIXED.unpack_from(data)
+    magic, version, kind, tensor, _ = _FIXED.unpack_from(data)
+    codec, flags, dtype, rank = kind & 15, kind >> 4, tensor & 15, tensor >> 4
     if magic != MAGIC:
         raise FrameError("not a gradwire frame (wrong magic)")
     if version != VERSION:
@@ -87,8 +91,6 @@ def read_header(data: memoryview) -> Header:
         raise FrameError(f"unknown dtype {dtype} in frame")
     if flags & ~(NONFINITE | SEGMENTED):
         raise FrameError(f"unknown flags {flags:#x} in frame")
-    if reserved or rank > 64:
-        raise FrameError("invalid header")
     reader = Reader(data, _FIXED.size)
     payload_length = reader.varint(2**56)
     shape = tuple(reader.varint(MAX_ELEMENTS) for _ in range(rank))
@@ -102,7 +104,7 @@ def open_frame(data: memoryview) -> tuple[Header, memoryview]:
     header = read_header(data)
     if header.frame_length != len(data):
         raise FrameError(f"frame declares {header.frame_length} bytes, but there are {len(data)}")
-    (stated,) = struct.unpack_from("<I", data, 8)
+    (stated,) = struct.unpack_from("<I", data, _CHECKSUM_AT)
     if stated != _checksum(data):
         raise FrameError("checksum mismatch: the frame is damaged")
     return header, data[header.length :]

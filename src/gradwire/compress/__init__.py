@@ -22,9 +22,11 @@ RAW, CONSTANT, HUFFMAN, RANS = 0, 1, 2, 3
 NO_MODEL, GENNORM, HISTOGRAM = 0, 1, 2
 CODERS = {"raw": RAW, "huffman": HUFFMAN, "rans": RANS}
 MODELS = {"auto": (GENNORM, HISTOGRAM), "gennorm": (GENNORM,), "histogram": (HISTOGRAM,)}
-FINE, COARSE = 12, 8  # bits of precision; 8-bit tables decode three times as fast
-LARGE = 1 << 17  # from this size on, speed may cost …
-TOLERANCE = 1.002  # … this factor in bytes
+COARSE, FINE, FINEST = 8, 12, 14  # bits of precision; 8-bit tables decode half as fast again
+SMALL_ALPHABET = 16  # symbols
+# From this size on a coarse table may cost this factor in bytes: what it saves in decoding is worth that many bytes
+# on any link above 100 Mbit/s. Smaller tensors need the margin for their headers.
+LARGE, TOLERANCE = 1 << 20, 1.006
 
 
 @dataclass(frozen=True)
@@ -79,28 +81,34 @@ def choose(
     share = counts * (total / counts.sum())
     used = counts > 0
     found = []
-    # Coarse tables lose bits on skewed symbols but are fast; huffman gains nothing from them.
-    for precision in (FINE,) if coder == HUFFMAN else (COARSE, FINE):
-        if len(counts) > 16 and precision == COARSE:
-            continue
+    for precision in _precisions(coder, len(counts)):
         for model in models:
-            if model == GENNORM:
-                if not (gennorm.has_table(fmt) and fmt.sign):
-                    continue
-                parameters = bytes([beta_index, zero_mass])
-                frequencies = _gennorm_frequencies(fmt, beta_index, zero_mass, precision)
-            else:
+            if model == HISTOGRAM:
                 frequencies = histogram.normalize(counts, precision)
-                parameters = histogram.pack(frequencies)
-            cost = share[used] @ _symbol_bits(coder, frequencies, precision)[used] + 8 * len(parameters)
-            found.append(Coding(coder, model, precision, parameters, frequencies, float(cost)))
+                side = histogram.packed_length(frequencies, fmt.zero_symbol)
+            elif gennorm.has_table(fmt) and fmt.sign:
+                frequencies = _gennorm_frequencies(fmt, beta_index, zero_mass, precision)
+                side = 2
+            else:
+                continue
+            bits = float(share[used] @ _symbol_bits(coder, frequencies, precision)[used]) + 8 * side
+            found.append((bits, model, precision, frequencies))
     if not found:
         return best
-    cheapest = min(found, key=lambda coding: coding.expected_bits)
-    if total >= LARGE:
-        limit = cheapest.expected_bits * TOLERANCE
-        cheapest = next(coding for coding in found if coding.expected_bits <= limit)
-    return cheapest if cheapest.expected_bits < best.expected_bits else best
+    least = min(bits for bits, *_ in found)
+    limit = least * TOLERANCE if total >= LARGE else least
+    bits, model, precision, frequencies = next(candidate for candidate in found if candidate[0] <= limit)
+    if bits >= best.expected_bits:
+        return best
+    parameters = histogram.pack(frequencies, fmt.zero_symbol) if model == HISTOGRAM else bytes([beta_index, zero_mass])
+    return Coding(coder, model, precision, parameters, frequencies, bits)
+
+
+def _precisions(coder: int, symbols: int) -> tuple[int, ...]:
+    """The fast one first; it loses bits on skewed symbols. Large alphabets need finer frequencies."""
+    if symbols > SMALL_ALPHABET:
+        return (FINEST,)
+    return (FINE,) if coder == HUFFMAN else (COARSE, FINE)
 
 
 def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
@@ -125,7 +133,7 @@ def read_head(reader: Reader, fmt: Format) -> Coding:
         if model != NO_MODEL or precision:
             raise FrameError("invalid coding byte")
         return Coding(coder)
-    if not COARSE <= precision <= FINE or (1 << precision) < fmt.symbols:
+    if not COARSE <= precision <= FINEST or (1 << precision) < fmt.symbols:
         raise FrameError(f"invalid precision {precision}")
     if model == GENNORM and gennorm.has_table(fmt) and fmt.sign:
         index, zero_mass = reader.byte(), reader.byte()
@@ -133,7 +141,8 @@ def read_head(reader: Reader, fmt: Format) -> Coding:
             raise FrameError("invalid β index")
         frequencies = _gennorm_frequencies(fmt, index, zero_mass, precision)
     elif model == HISTOGRAM:
-        frequencies, used = histogram.unpack(reader.data[reader.position :], fmt.symbols, precision)
+        table = reader.data[reader.position :]
+        frequencies, used = histogram.unpack(table, fmt.symbols, precision, fmt.zero_symbol)
         reader.take(used)
     else:
         raise FrameError("invalid model for this format")

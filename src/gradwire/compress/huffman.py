@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-LIMIT = 12  # bits; the native decoder's table has 2^12 entries
+LIMIT = 15  # bits
 
 
 @lru_cache(maxsize=256)

@@ -13,32 +13,42 @@ from .. import kernels
 from ..errors import FrameError
 from ..fields import Reader, varint
 
-CHUNK = 1 << 18
 MAX_LANE_BITS = 6
 BITS_PER_LANE = 1 << 13  # of coded data: two bytes a lane are then at most 0.2%
+VECTOR = 16  # lanes: from here on they are coded side by side
+SEVERAL = 128  # in the first byte: there is more than one chunk
+BITS_PER_CHUNK = BITS_PER_LANE << MAX_LANE_BITS
 
 
 def layout(count: int, expected_bits: float) -> tuple[int, int]:
     """(log2 of the number of lanes, number of chunks) for a tensor of this size."""
-    chunks = -(-count // CHUNK)
+    chunks = min(max(1, int(expected_bits / BITS_PER_CHUNK)), -(-count // kernels.CHUNK_ALIGN))
     while kernels.chunk_size(count, chunks) * (chunks - 1) >= count:  # rounding up left the last one empty
         chunks -= 1
-    lanes = max(1, int(expected_bits / chunks / BITS_PER_LANE))
-    return min(MAX_LANE_BITS, lanes.bit_length() - 1), chunks
+    lanes = int(expected_bits / chunks / BITS_PER_LANE)
+    if lanes < VECTOR:
+        lanes //= 2  # too few to be coded side by side: then rather save the bytes
+    return min(MAX_LANE_BITS, max(1, lanes).bit_length() - 1), chunks
 
 
 def head(lane_bits: int, chunk_lengths: list[int]) -> bytes:
     """What stands before the chunks."""
+    if len(chunk_lengths) == 1:
+        return bytes([lane_bits])
     lengths = struct.pack(f"<{len(chunk_lengths) - 1}I", *chunk_lengths[:-1])
-    return bytes([lane_bits]) + varint(len(chunk_lengths)) + lengths
+    return bytes([lane_bits | SEVERAL]) + varint(len(chunk_lengths)) + lengths
 
 
 def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]:
     """(log2 of lanes, the length of every chunk, the chunks)."""
     reader = Reader(data)
-    lane_bits = reader.byte()
-    chunks = reader.varint(max(1, count))
-    if lane_bits > MAX_LANE_BITS or not chunks or kernels.chunk_size(count, chunks) * (chunks - 1) >= count:
+    byte = reader.byte()
+    lane_bits, chunks = byte & ~SEVERAL, 1
+    if byte & SEVERAL:
+        chunks = reader.varint(count)
+    if lane_bits > MAX_LANE_BITS or (byte & SEVERAL and chunks < 2):
+        raise FrameError("invalid rans layout")
+    if kernels.chunk_size(count, chunks) * (chunks - 1) >= count:
         raise FrameError("invalid rans layout")
     lengths = struct.unpack(f"<{chunks - 1}I", reader.take(4 * (chunks - 1)))
     body = reader.rest()

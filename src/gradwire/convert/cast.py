@@ -19,6 +19,7 @@ class Cast:
         self.target = target
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
+        job.require_finite()
         limit = torch.finfo(self.target).max
         u = job.compensated()
         sent = u.clamp(-limit, limit).to(self.target)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from .. import kernels
+
+
+class NonFinite(Exception):
+    """The gradient holds a NaN or an infinity: it has to travel as it is. The error memory is as it was before."""
 
 
 @dataclass
@@ -23,9 +28,32 @@ class Job:
     def count(self) -> int:
         return self.gradient.numel()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether updating the memory overwrites what it was."""
+        return (
+            self.memory is not None
+            and self.memory_out is not None
+            and self.memory.data_ptr() == self.memory_out.data_ptr()
+        )
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(kernels.absmax(self.gradient))
+
     def compensated(self) -> torch.Tensor:
         """u = g + decay·e."""
         return kernels.compensate(self.gradient, self.memory, self.decay)
+
+    def require_finite(self) -> None:
+        if not self.finite:
+            raise NonFinite
+
+    def take_back(self, sent: torch.Tensor) -> None:
+        """Undo e ← g + decay·e − sent on the entries that were sent, to fp32 rounding."""
+        assert self.memory is not None
+        part = self.memory[: sent.numel()]
+        part.add_(sent).sub_(self.gradient[: sent.numel()]).div_(self.decay)
 
     def slice(self, start: int, stop: int) -> Job:
         def cut(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ with the same model, or with their histogram where that is shorter.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,13 +18,15 @@ import torch
 from .. import compress, kernels
 from ..compress import rans
 from ..errors import FrameError
-from ..fields import Reader, varint
+from ..fields import Reader, bfloat16, varint
 from ..formats import PRESETS, SPECIALS, Format
 from ..models import gennorm
 from ..wire import MINIFLOAT, SEGMENTED, Header
-from .job import Job, combine
+from .job import Job, NonFinite, combine
 
 CUSTOM = 255
+SCANNED = 1 << 14  # entries of the sample on which other steps are tried
+CLEARLY = 0.98
 SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal fp32 number
 
 
@@ -31,7 +34,7 @@ SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal 
 class Fit:
     """What a sample says about a tensor: the step, and the model's indices."""
 
-    step: float  # an fp32 number
+    step: float  # a bfloat16 number
     beta_index: int
     zero_mass: int
 
@@ -41,15 +44,31 @@ def fit(fmt: Format, sample: torch.Tensor) -> Fit | None:
     nonzero, total_abs, total_square = kernels.moments(sample)
     if not nonzero:
         return None
+    if not math.isfinite(total_square):
+        raise NonFinite
     mean_abs, mean_square = total_abs / nonzero, total_square / nonzero
     index = gennorm.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm.GRID - 1
     zeros = 1 - nonzero / sample.numel()
     zero_mass = min(gennorm.ZERO_STEPS - 1, round(zeros * gennorm.ZERO_STEPS))
-    return Fit(_limit(mean_abs * gennorm.step_over_mean(fmt, index)), index, zero_mass)
+    step = _round_step(mean_abs * gennorm.step_over_mean(fmt, index))
+    return Fit(_try_others(fmt, sample, step), index, zero_mass)
 
 
-def _limit(step: float) -> float:
-    return float(np.float32(min(max(step, SMALLEST_STEP), LARGEST_STEP)))
+def _try_others(fmt: Format, sample: torch.Tensor, step: float) -> float:
+    """A step that suits the sample clearly better than the model's, if there is one nearby.
+
+    A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved.
+    """
+    others = [_round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
+    few = sample[:: max(1, sample.numel() // SCANNED)].contiguous()
+    own, *errors = kernels.squared_errors(few, [step, *others], fmt)
+    best = min(range(len(others)), key=errors.__getitem__)
+    return others[best] if errors[best] < own * CLEARLY else step
+
+
+def _round_step(step: float) -> float:
+    """The nearest bfloat16 in the allowed range: two bytes on the wire, and as good a step."""
+    return float(torch.tensor(min(max(step, SMALLEST_STEP), LARGEST_STEP)).bfloat16())
 
 
 @lru_cache(maxsize=512)
@@ -79,11 +98,14 @@ class Minifloat:
         return found
 
     def _fit_range(self, job: Job) -> Fit | None:
+        job.require_finite()
         largest = kernels.absmax(job.compensated())
-        step = np.float32(largest / self.format.largest)
-        if step * np.float32(self.format.largest) < largest:
-            step = np.nextafter(step, np.float32(np.inf))
-        return Fit(_limit(float(step)), 0, 0) if largest else None
+        if not largest:
+            return None
+        step = _round_step(largest / self.format.largest)
+        if step * self.format.largest < largest:
+            step = _round_step(step * (1 + 2**-7))  # the next one
+        return Fit(step, 0, 0)
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
         """Write side information and coded symbols to the front of `out`; returns their length."""
@@ -92,21 +114,23 @@ class Minifloat:
         sample = kernels.sample(job.gradient, job.memory, job.decay)
         found = self.fit(job, sample)
         step = found.step if found else 1.0
-        side = _pack_format(self.format) + struct.pack("<f", step)
+        side = _pack_format(self.format) + bfloat16(step)
         seed = job.seed if self.stochastic else None
         counts = self._sample_counts(sample, step, seed)
         coding = self._choose(counts, job.count, found)
         table = values(self.format, step, job.dtype)
-        if coding.coder == compress.RANS:
-            length = self._encode_rans(job, out, side + coding.head, step, table, coding, seed)
-            if length * 8 <= coding.expected_bits * 1.02 + 1024:
+        symbols = None
+        if coding.coder == compress.RANS and seed is None:
+            length = self._encode_fused(job, out, side + coding.head, step, table, coding)
+            if length and length * 8 <= coding.expected_bits * 1.02 + 1024:
                 return length
-            # The sample misled us: count what was coded, and code it again.
-            symbols = decode_symbols(memoryview(out[:length].numpy()), job.count)
-        else:
+            if length:  # the sample misled us: count what was coded, and code it again
+                symbols = decode_symbols(memoryview(out[:length].numpy()), job.count)
+        if symbols is None:
             symbols = self._quantize(job, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
-        return _write(out, side, compress.encode(symbols.numpy(), self.format, self._choose(counts, job.count, found)))
+        coding = self._choose(counts, job.count, found)
+        return _write(out, side, compress.encode(symbols.numpy(), self.format, coding))
 
     def _choose(self, counts: np.ndarray, total: int, found: Fit | None) -> compress.Coding:
         index, zero_mass = (found.beta_index, found.zero_mass) if found else (0, 0)
@@ -117,39 +141,48 @@ class Minifloat:
         return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed).cpu(), self.format.symbols)
 
     def _quantize(self, job: Job, step: float, table: torch.Tensor, seed: int | None) -> torch.Tensor:
+        job.require_finite()
         return kernels.quantize(
             job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table, seed
         ).cpu()
 
-    def _encode_rans(
-        self, job: Job, out: torch.Tensor, head: bytes, step: float, table: torch.Tensor,
-        coding: compress.Coding, seed: int | None,
-    ) -> int:  # fmt: skip
-        """The hot path: error feedback, conversion and coding in one pass where the kernels can."""
+    def _encode_fused(
+        self, job: Job, out: torch.Tensor, head: bytes, step: float, table: torch.Tensor, coding: compress.Coding
+    ) -> int:
+        """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot."""
         lane_bits, chunks = rans.layout(job.count, coding.expected_bits)
         start = len(head) + len(rans.head(lane_bits, [0] * chunks))
-        lengths = None
-        if seed is None:
-            lengths = kernels.quantize_rans(
-                job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table,
-                coding.frequencies, coding.precision, lane_bits, chunks, out[start:],
-            )  # fmt: skip
-        if lengths is None:
-            symbols = self._quantize(job, step, table, seed).numpy()
-            body = compress.encode(symbols, self.format, coding)[len(coding.head) :]
-            return _write(out, head, body)
+        coded = kernels.quantize_rans(
+            job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table,
+            coding.frequencies, coding.precision, lane_bits, chunks, out[start:],
+        )  # fmt: skip
+        if coded is None:
+            return 0
+        lengths, done = coded
+        if done < job.count:
+            if done and job.in_place:
+                body = memoryview(out[start : start + sum(lengths)].numpy())
+                size = kernels.chunk_size(job.count, chunks)
+                sent = torch.empty(done)
+                kernels.rans_dequantize(
+                    body, lengths, size, coding.frequencies, coding.precision, lane_bits, table, sent, False
+                )
+                job.take_back(sent)
+            job.require_finite()
+            return 0  # only g + decay·e overflows: the plain path limits it
         _write(out, head, rans.head(lane_bits, lengths))
         return start + sum(lengths)
 
     def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
         """Several small tensors, each with its own step, their symbols coded together."""
+        job.require_finite()  # all of it, before the memory of the first segment changes
         side = bytearray(_pack_format(self.format) + varint(len(job.segments)))
         pieces, fits, position = [], [], 0
         for length in job.segments:
             part = job.slice(position, position + length)
             found = self.fit(part, part.compensated()) if length else None
             step = found.step if found else 1.0
-            side += varint(length) + struct.pack("<f", step)
+            side += varint(length) + bfloat16(step)
             pieces.append(self._quantize(part, step, values(self.format, step, job.dtype), part.seed if self.stochastic else None))
             fits += [found] if found else []
             position += length
@@ -192,7 +225,7 @@ def _read_format(reader: Reader) -> Format:
 
 
 def _read_step(reader: Reader) -> float:
-    step = reader.float32()
+    step = reader.bfloat16()
     if not SMALLEST_STEP <= step <= LARGEST_STEP:
         raise FrameError("invalid step")
     return step
@@ -250,8 +283,9 @@ def _decode_fused(
     position = reader.position
     lane_bits, lengths, body = rans.read_head(reader.rest(), header.elements)
     table = weighted_values(fmt, step, header.dtype, weight)
+    size = kernels.chunk_size(header.elements, len(lengths))
     done = kernels.rans_dequantize(
-        body, lengths, header.elements, coding.frequencies, coding.precision, lane_bits, table, out, accumulate
+        body, lengths, size, coding.frequencies, coding.precision, lane_bits, table, out, accumulate
     )
     if not done:
         reader.position = position

@@ -14,6 +14,7 @@ class Stored:
     wire_id = STORED
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
+        job.require_finite()
         u = job.compensated()
         sent = u.to(job.dtype)
         if job.memory_out is not None:

@@ -5,6 +5,8 @@ What it does not cover (tensors on other devices, and operations that cost nothi
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -12,12 +14,12 @@ from .. import _native  # type: ignore[attr-defined]
 from ..errors import FrameError
 from ..formats import Format
 from . import reference
-from .reference import chunk_size, compensate, dequantize, histogram, sample
+from .reference import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequantize, histogram
 
 __all__ = [
     "absmax", "chunk_size", "compensate", "crc32", "dequantize", "histogram", "huffman_decode", "huffman_encode",
     "instruction_sets", "moments", "pack_bits", "quantize", "quantize_rans", "rans_decode_chunk", "rans_dequantize",
-    "rans_encode_chunk", "sample", "to_symbols", "unpack_bits", "use",
+    "rans_encode_chunk", "sample", "squared_errors", "to_symbols", "unpack_bits", "use",
 ]  # fmt: skip
 
 
@@ -36,10 +38,16 @@ def _native_can(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
+def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
+    """The same memory as an array: numpy hands it to native code ten times as fast as torch does."""
+    return None if tensor is None else tensor.numpy()
+
+
 def _bytes(data: memoryview | np.ndarray) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8)
 
 
+@lru_cache
 def _format(fmt: Format) -> tuple[int, int, int, int, bool, float]:
     return (
         fmt.min_exponent, fmt.mantissa, fmt.zero_symbol, len(fmt.magnitudes) - 1, bool(fmt.sign), fmt.largest
@@ -54,17 +62,36 @@ def crc32(data: memoryview, value: int = 0) -> int:
     return _native.crc32(_bytes(data), value)
 
 
+def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
+    if gradient.numel() <= SAMPLE or not _native_can(gradient):
+        return reference.sample(gradient, memory, decay)
+    out = torch.empty(SAMPLE)
+    _native.sample(_array(gradient), _array(memory), decay, SAMPLE_RUNS, RUN, _array(out))
+    return out
+
+
 def moments(x: torch.Tensor) -> tuple[int, float, float]:
-    return _native.moments(x) if _native_can(x) else reference.moments(x)
+    return _native.moments(_array(x)) if _native_can(x) else reference.moments(x)
 
 
 def absmax(x: torch.Tensor) -> float:
-    return _native.absmax(x) if _native_can(x) else reference.absmax(x)
+    return _native.absmax(_array(x)) if _native_can(x) else reference.absmax(x)
 
 
 def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = None) -> torch.Tensor:
     # The values matter only to an error memory, and here is none.
-    return quantize(u, None, None, 0.0, step, fmt, torch.zeros(fmt.symbols), seed)
+    return quantize(u, None, None, 0.0, step, fmt, _no_values(fmt.symbols), seed)
+
+
+def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
+    if not _native_can(u):
+        return reference.squared_errors(u, steps, fmt)
+    return _native.squared_errors(_array(u), steps, _format(fmt), _array(_no_values(fmt.symbols)))
+
+
+@lru_cache
+def _no_values(count: int) -> torch.Tensor:
+    return torch.zeros(count)
 
 
 def quantize(
@@ -80,7 +107,10 @@ def quantize(
     if not _native_can(gradient):
         return reference.quantize(gradient, memory, memory_out, decay, step, fmt, values, seed)
     symbols = torch.empty(gradient.numel(), dtype=torch.uint8)
-    _native.quantize(gradient, memory, memory_out, decay, step, _format(fmt), values, _seed(seed), symbols)
+    _native.quantize(
+        _array(gradient), _array(memory), _array(memory_out), decay, step, _format(fmt), _array(values), _seed(seed),
+        _array(symbols),
+    )  # fmt: skip
     return symbols
 
 
@@ -129,25 +159,25 @@ def quantize_rans(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
     out: torch.Tensor,
-) -> list[int] | None:  # fmt: skip
-    """Error feedback, conversion and rANS in one pass; the lengths of the chunks, which stand in `out`."""
+) -> tuple[list[int], int] | None:  # fmt: skip
+    """Error feedback, conversion and rANS in one pass: the lengths of the chunks, which stand in `out`, and how many
+    entries they hold. That is less than all if it stopped before a NaN or an infinity."""
     if not _native_can(gradient):
         return None
     size = chunk_size(gradient.numel(), chunks)
     return _native.quantize_rans(
-        gradient, memory, memory_out, decay, step, _format(fmt), values, frequencies, precision,
-        1 << lane_bits, size, out,
+        _array(gradient), _array(memory), _array(memory_out), decay, step, _format(fmt), _array(values), frequencies,
+        precision, 1 << lane_bits, size, _array(out),
     )  # fmt: skip
 
 
 def rans_dequantize(
-    body: memoryview, lengths: list[int], count: int, frequencies: np.ndarray, precision: int, lane_bits: int,
+    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
     values: torch.Tensor, out: torch.Tensor, accumulate: bool,
 ) -> bool:  # fmt: skip
-    """Decode chunks straight into fp32 `out`, or add them to it."""
-    size = chunk_size(count, len(lengths))
+    """Decode chunks of `size` entries straight into fp32 `out`, or add them to it."""
     if not _native.rans_dequantize(
-        _bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, values, out, accumulate
+        _bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, _array(values), _array(out), accumulate
     ):
         raise FrameError("damaged rans chunk")
     return True

@@ -103,6 +103,14 @@ def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = Non
     return (fmt.zero_symbol + torch.where(y < 0, -index, index)).to(torch.uint8)
 
 
+def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
+    """Σ(u − û)² for each of these steps."""
+    levels = torch.from_numpy(fmt.levels)
+    return [
+        float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps
+    ]
+
+
 def inverse(step: float) -> torch.Tensor:
     return torch.tensor(1, dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
 
@@ -229,7 +237,7 @@ def rans_decode_chunk(
 # ── fused: None and False say "not here", and the caller composes the parts above ─────────────────
 
 
-def quantize_rans(*args: object) -> list[int] | None:
+def quantize_rans(*args: object) -> tuple[list[int], int] | None:
     return None
 
 

@@ -23,29 +23,37 @@ def normalize(counts: np.ndarray, precision: int) -> np.ndarray:
     return frequencies
 
 
+_LARGEST = 1 << 14  # frequencies go up to this
+with np.errstate(divide="ignore"):
+    _LOG2 = np.log2(np.arange(_LARGEST + 1))
+_GAMMA_BITS = np.array([2 * (f + 1).bit_length() - 1 for f in range(_LARGEST + 1)])
+
+
 def bits_per_symbol(frequencies: np.ndarray, precision: int) -> np.ndarray:
     """Ideal code length of each symbol; infinite where the frequency is 0."""
-    with np.errstate(divide="ignore"):
-        return precision - np.log2(frequencies)
+    return precision - _LOG2[frequencies]
 
 
-def pack(frequencies: np.ndarray) -> bytes:
-    """Elias-gamma codes of f+1, packed from the lowest bit upwards."""
-    bits: list[int] = []
-    for f in frequencies:
-        value = int(f) + 1
-        width = value.bit_length()
-        bits += [0] * (width - 1) + [value >> i & 1 for i in range(width - 1, -1, -1)]
-    return np.packbits(np.array(bits, dtype=np.uint8), bitorder="little").tobytes()
+def packed_length(frequencies: np.ndarray, implied: int) -> int:
+    """Bytes that `pack` will take."""
+    bits = _GAMMA_BITS[frequencies]
+    return (int(bits.sum() - bits[implied]) + 7) // 8
 
 
-def unpack(data: memoryview, symbols: int, precision: int) -> tuple[np.ndarray, int]:
+def pack(frequencies: np.ndarray, implied: int) -> bytes:
+    """Elias-gamma codes of f+1 of all symbols but one, whose frequency follows from the sum."""
+    codes = [f"{f + 1:0{2 * (f + 1).bit_length() - 1}b}" for f in np.delete(frequencies, implied).tolist()]
+    bits = np.frombuffer("".join(codes).encode(), dtype=np.uint8) & 1  # "0" and "1" differ in that bit
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpack(data: memoryview, symbols: int, precision: int, implied: int) -> tuple[np.ndarray, int]:
     """The frequencies at the front of `data`, and how many bytes they took."""
     # No table is longer: each code has at most 2·precision + 1 bits.
-    limit = (symbols * (2 * precision + 1) + 7) // 8
+    limit = ((symbols - 1) * (2 * precision + 1) + 7) // 8
     bits = np.unpackbits(np.frombuffer(data[:limit], dtype=np.uint8), bitorder="little").tolist()
     frequencies, position = [], 0
-    for _ in range(symbols):
+    for _ in range(symbols - 1):
         zeros = 0
         while position + zeros < len(bits) and not bits[position + zeros]:
             zeros += 1
@@ -57,6 +65,8 @@ def unpack(data: memoryview, symbols: int, precision: int) -> tuple[np.ndarray, 
             value = value << 1 | bit
         frequencies.append(value - 1)
         position = end
-    if sum(frequencies) != 1 << precision or any(bits[position : -(-position // 8) * 8]):
+    rest = (1 << precision) - sum(frequencies)
+    if rest < 0 or any(bits[position : -(-position // 8) * 8]):
         raise FrameError("damaged frequency table")
+    frequencies.insert(implied, rest)
     return np.array(frequencies, dtype=np.int64), -(-position // 8)
