@@ -1,24 +1,56 @@
-# Every target works from a fresh clone with Python 3.11, make and a C++ compiler:
-# it creates the virtual environment .venv, builds the native module there and then does its work.
+# Every target works from a fresh clone with Python 3.11, make and a C++ compiler: it makes the virtual environment
+# .venv, builds the native module into it and then does its work. Everything else comes from PyPI.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard native/*) CMakeLists.txt
 
-.PHONY: demo test lint bench fuzz clean
+.PHONY: demo test lint bench bench-link fuzz sanitize clean
 
-# Installed once per change of the dependencies.
+demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
+	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
+
+test: $(VENV)/.test        ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint        ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test       ## codec speed on one core, beside copy, zstd and constriction
+	$(BIN)/python benchmarks/codec.py
+
+bench-link: $(VENV)/.built ## training step on a link shaped to 1 Gbit/s (Linux, root, iproute2)
+	$(BIN)/python benchmarks/link.py
+
+fuzz: $(VENV)/.test        ## a million damaged frames
+	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0
+	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 1 --repair-checksum
+
+sanitize: $(VENV)/.test    ## the native code under AddressSanitizer and UBSan
+	bash scripts/sanitize.sh
+
+clean:
+	rm -rf $(VENV) build
+
+# torch first and alone: its version is the constraint that everything else has to accept.
 $(VENV)/.deps: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch numpy typer rich
-	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) torch
+	$(PIP) scikit-build-core nanobind cmake ninja
 	touch $@
 
-# Built once per change of the native sources; the Python sources are used in place.
+# Python sources are used in place; the native module is built again when its sources change.
 $(VENV)/.built: $(VENV)/.deps $(NATIVE)
-	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	$(PIP) --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.built
-	$(BIN)/pip install -q -c constraints.txt "$$($(BIN)/python scripts/extras.py test)"
+	$(PIP) --no-build-isolation -e ".[test]"
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.deps
+	$(PIP) ruff mypy numpy typer rich
 	touch $@

@@ -110,43 +110,60 @@ std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optio
     return {lengths, s.count};
 }
 
-size_t rans_encode_chunk(Bytes symbols, Ints frequencies, int precision, int lanes, BytesOut out) {
+// Chunks of symbols one after the other into `out`; returns their lengths.
+std::vector<size_t> rans_encode(Bytes symbols, Ints frequencies, int precision, int lanes, size_t chunk, BytesOut out) {
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
-    require(out.size() >= rans_bound(symbols.size(), lanes), "out is too small");
-    for (size_t i = 0; i < symbols.size(); i++) require(symbols.data()[i] < table->symbols, "symbol out of range");
+    require(chunk > 0, "empty chunks");
+    const size_t n = symbols.size(), chunks = (n + chunk - 1) / chunk;
+    require(out.size() >= 2 * n + 3 * size_t(lanes) * chunks + 64, "out is too small");
+    uint8_t largest = 0;
+    for (size_t i = 0; i < n; i++) largest = std::max(largest, symbols.data()[i]);
+    require(largest < table->symbols, "symbol out of range");
     nb::gil_scoped_release release;
-    return kernels().rans_encode(*table, symbols.data(), symbols.size(), lanes, out.data());
+    std::vector<size_t> lengths;
+    uint8_t* p = out.data();
+    for (size_t i = 0; i < n; i += chunk) {
+        lengths.push_back(kernels().rans_encode(*table, symbols.data() + i, std::min(chunk, n - i), lanes, p));
+        p += lengths.back();
+    }
+    return lengths;
 }
 
-bool rans_decode_chunk(Bytes data, Ints frequencies, int precision, int lanes, BytesOut symbols) {
+// Decodes chunks of `chunk` entries (the last may be shorter); `target` says where entry i goes.
+template <class TargetOf>
+bool rans_decode_all(Bytes body, const std::vector<size_t>& lengths, Ints frequencies, int precision, int lanes,
+                     size_t chunk, size_t count, Sink sink, TargetOf target) {
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
-    if (!symbols.size()) return false;
+    require(chunk > 0 && count > 0 && lengths.size() == (count + chunk - 1) / chunk, "wrong number of chunks");
+    size_t total = 0;
+    for (size_t n : lengths) {
+        require(n <= body.size() - total, "chunks are longer than the body");
+        total += n;
+    }
+    require(total == body.size(), "chunks do not fill the body");
     nb::gil_scoped_release release;
-    Chunk chunk = {data.data(), data.size(), symbols.size(), {symbols.data(), nullptr, nullptr}};
-    return kernels().rans_decode(*table, &chunk, 1, lanes, Sink::symbols);
+    std::vector<Chunk> chunks;
+    const uint8_t* p = body.data();
+    for (size_t i = 0; i < lengths.size(); p += lengths[i++])
+        chunks.push_back({p, lengths[i], std::min(chunk, count - i * chunk), target(i * chunk)});
+    return kernels().rans_decode(*table, chunks.data(), chunks.size(), lanes, sink);
+}
+
+bool rans_decode(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
+                 BytesOut symbols) {
+    return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, symbols.size(), Sink::symbols,
+                           [&](size_t i) { return Target{symbols.data() + i, nullptr, nullptr}; });
 }
 
 // The values of all symbols, stored in `out` or added to it.
 bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
                      Floats values, FloatsOut out, bool accumulate) {
-    auto table = make_table(frequencies, precision);
-    require_lanes(lanes);
-    require(table->symbols == int(values.size()), "values do not fit the frequencies");
-    require(chunk > 0 && lengths.size() == (out.size() + chunk - 1) / chunk, "wrong number of chunks");
-    size_t total = 0;
-    for (size_t n : lengths) total += n;
-    require(total == body.size() && !lengths.empty(), "chunks do not fill the body");
-    nb::gil_scoped_release release;
-    std::vector<Chunk> chunks;
-    const uint8_t* p = body.data();
-    for (size_t i = 0; i < lengths.size(); p += lengths[i++]) {
-        size_t start = i * chunk;
-        Target target = {nullptr, values.data(), out.data() + start};
-        chunks.push_back({p, lengths[i], std::min(chunk, out.size() - start), target});
-    }
-    return kernels().rans_decode(*table, chunks.data(), chunks.size(), lanes, accumulate ? Sink::add : Sink::store);
+    require(values.size() == frequencies.size(), "values do not fit the frequencies");
+    return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, out.size(),
+                           accumulate ? Sink::add : Sink::store,
+                           [&](size_t i) { return Target{nullptr, values.data(), out.data() + i}; });
 }
 
 }  // namespace
@@ -195,8 +212,8 @@ NB_MODULE(_native, m) {
     m.def("quantize_rans", &quantize_rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("frequencies"),
           nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"));
-    m.def("rans_encode_chunk", &rans_encode_chunk);
-    m.def("rans_decode_chunk", &rans_decode_chunk);
+    m.def("rans_encode", &rans_encode);
+    m.def("rans_decode", &rans_decode);
     m.def("rans_dequantize", &rans_dequantize);
     m.def("pack_bits", [](Bytes symbols, int width, BytesOut out) {
         require(width >= 1 && width <= 8 && out.size() == (symbols.size() * width + 7) / 8, "wrong size");

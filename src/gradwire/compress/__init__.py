@@ -121,7 +121,7 @@ def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
         lengths = huffman.code_lengths(coding.frequencies)
         body = kernels.huffman_encode(symbols, lengths, huffman.canonical_codes(lengths))
     else:
-        body = rans.encode(symbols, coding.frequencies, coding.precision, coding.expected_bits)
+        body = rans.encode(symbols, coding.frequencies, coding.precision, coding.expected_bits).tobytes()
     return coding.head + body
 
 

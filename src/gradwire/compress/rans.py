@@ -58,22 +58,30 @@ def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]
     return lane_bits, [*lengths, last], body
 
 
-def encode(symbols: np.ndarray, frequencies: np.ndarray, precision: int, expected_bits: float) -> bytes:
+def encode(
+    symbols: np.ndarray, frequencies: np.ndarray, precision: int, expected_bits: float, out: np.ndarray | None = None
+) -> np.ndarray:
+    """The coded symbols, in `out` if it is given: it has to have two bytes for each symbol, and some."""
     lane_bits, chunks = layout(len(symbols), expected_bits)
     size = kernels.chunk_size(len(symbols), chunks)
-    coded = [
-        kernels.rans_encode_chunk(symbols[i : i + size], frequencies, precision, 1 << lane_bits)
-        for i in range(0, len(symbols), size)
-    ]
-    return head(lane_bits, [len(c) for c in coded]) + b"".join(coded)
+    if out is None:
+        out = np.empty(room(len(symbols), chunks), dtype=np.uint8)
+    start = len(head(lane_bits, [0] * chunks))
+    lengths = kernels.rans_encode(symbols, size, frequencies, precision, 1 << lane_bits, out[start:])
+    out[:start] = np.frombuffer(head(lane_bits, lengths), dtype=np.uint8)
+    return out[: start + sum(lengths)]
 
 
-def decode(data: memoryview, count: int, frequencies: np.ndarray, precision: int) -> np.ndarray:
+def room(count: int, chunks: int) -> int:
+    """Bytes that `encode` may need: no symbol takes more than two."""
+    return 2 * count + 64 + (3 * (1 << MAX_LANE_BITS) + 4) * (chunks + 1)
+
+
+def decode(
+    data: memoryview, count: int, frequencies: np.ndarray, precision: int, out: np.ndarray | None = None
+) -> np.ndarray:
     lane_bits, lengths, body = read_head(data, count)
-    size, symbols, position = kernels.chunk_size(count, len(lengths)), [], 0
-    for i, length in enumerate(lengths):
-        piece = body[position : position + length]
-        entries = min(size, count - i * size)
-        symbols.append(kernels.rans_decode_chunk(piece, entries, frequencies, precision, 1 << lane_bits))
-        position += length
-    return np.concatenate(symbols)
+    symbols = np.empty(count, dtype=np.uint8) if out is None else out
+    size = kernels.chunk_size(count, len(lengths))
+    kernels.rans_decode(body, lengths, size, frequencies, precision, 1 << lane_bits, symbols)
+    return symbols

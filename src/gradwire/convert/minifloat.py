@@ -59,16 +59,17 @@ def _try_others(fmt: Format, sample: torch.Tensor, step: float) -> float:
 
     A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved.
     """
-    others = [_round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
+    others = [step * 2.0 ** (quarter / 4) for quarter in range(-8, 5) if quarter]
     few = sample[:: max(1, sample.numel() // SCANNED)].contiguous()
     own, *errors = kernels.squared_errors(few, [step, *others], fmt)
     best = min(range(len(others)), key=errors.__getitem__)
-    return others[best] if errors[best] < own * CLEARLY else step
+    return _round_step(others[best]) if errors[best] < own * CLEARLY else step
 
 
 def _round_step(step: float) -> float:
     """The nearest bfloat16 in the allowed range: two bytes on the wire, and as good a step."""
-    return float(torch.tensor(min(max(step, SMALLEST_STEP), LARGEST_STEP)).bfloat16())
+    (bits,) = struct.unpack("<I", struct.pack("<f", min(max(step, SMALLEST_STEP), LARGEST_STEP)))
+    return struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))[0]
 
 
 @lru_cache(maxsize=512)

@@ -18,8 +18,8 @@ from .reference import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequant
 
 __all__ = [
     "absmax", "chunk_size", "compensate", "crc32", "dequantize", "histogram", "huffman_decode", "huffman_encode",
-    "instruction_sets", "moments", "pack_bits", "quantize", "quantize_rans", "rans_decode_chunk", "rans_dequantize",
-    "rans_encode_chunk", "sample", "squared_errors", "to_symbols", "unpack_bits", "use",
+    "instruction_sets", "moments", "pack_bits", "quantize", "quantize_rans", "rans_decode", "rans_decode_chunk",
+    "rans_dequantize", "rans_encode", "rans_encode_chunk", "sample", "squared_errors", "to_symbols", "unpack_bits", "use",
 ]  # fmt: skip
 
 
@@ -143,16 +143,31 @@ def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.
 
 def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: int, lanes: int) -> bytes:
     out = np.empty(2 * len(symbols) + 3 * lanes + 64, dtype=np.uint8)
-    return out[: _native.rans_encode_chunk(symbols, frequencies, precision, lanes, out)].tobytes()
+    (length,) = _native.rans_encode(symbols, frequencies, precision, lanes, max(1, len(symbols)), out) or (0,)
+    return out[:length].tobytes()
 
 
 def rans_decode_chunk(
     data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int
 ) -> np.ndarray:
     symbols = np.empty(count, dtype=np.uint8)
-    if not _native.rans_decode_chunk(_bytes(data), frequencies, precision, lanes, symbols):
-        raise FrameError("damaged rans chunk")
+    rans_decode(data, [len(data)], count, frequencies, precision, lanes, symbols)
     return symbols
+
+
+def rans_encode(
+    symbols: np.ndarray, size: int, frequencies: np.ndarray, precision: int, lanes: int, out: np.ndarray
+) -> list[int]:
+    """Chunks of `size` entries, one after the other; returns their lengths."""
+    return _native.rans_encode(symbols, frequencies, precision, lanes, size, out)
+
+
+def rans_decode(
+    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
+    symbols: np.ndarray,
+) -> None:  # fmt: skip
+    if not _native.rans_decode(_bytes(body), lengths, frequencies, precision, lanes, size, symbols):
+        raise FrameError("damaged rans chunk")
 
 
 def quantize_rans(

@@ -234,6 +234,30 @@ def rans_decode_chunk(
     return symbols
 
 
+def rans_encode(
+    symbols: np.ndarray, size: int, frequencies: np.ndarray, precision: int, lanes: int, out: np.ndarray
+) -> list[int]:
+    """Chunks of `size` entries, one after the other into `out`; returns their lengths."""
+    lengths, position = [], 0
+    for start in range(0, len(symbols), size):
+        chunk = rans_encode_chunk(symbols[start : start + size], frequencies, precision, lanes)
+        out[position : position + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+        lengths.append(len(chunk))
+        position += len(chunk)
+    return lengths
+
+
+def rans_decode(
+    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
+    symbols: np.ndarray,
+) -> None:  # fmt: skip
+    position = 0
+    for i, length in enumerate(lengths):
+        part = symbols[i * size : (i + 1) * size]
+        part[:] = rans_decode_chunk(body[position : position + length], len(part), frequencies, precision, lanes)
+        position += length
+
+
 # ── fused: None and False say "not here", and the caller composes the parts above ─────────────────
 
 
