@@ -11,8 +11,7 @@ For every bucket that DDP hands us (`State.reduce`):
    (GradScaler relies on them), rolled back on all ranks.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
 import fnmatch
 import time
 from collections.abc import Mapping

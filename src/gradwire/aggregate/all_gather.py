@@ -22,6 +22,9 @@ import torch.distributed as dist
 
 from ..errors import AggregateError
 
+# torch 2.13 renamed it and warns about the old name.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 PREFIX = 8  # bytes: the message's length
 SLACK, ROUND = 32, 256  # capacity: 1/32 above the longest message, in steps of 256 bytes
 
@@ -94,7 +97,7 @@ class AllGather:
         self.bytes_sent += (self.world - 1) * len(block)
         gathered = buffer[:size]
         try:
-            work = dist.all_gather_into_tensor(gathered, block, group=self.group, async_op=True)
+            work = _all_gather_tensor(gathered, block, group=self.group, async_op=True)
         except RuntimeError as error:
             raise _lost(error) from error
         assert work is not None
