@@ -166,7 +166,8 @@ def main() -> None:
             env = {**os.environ, **common, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
             command = ["ip", "netns", "exec", f"gw{rank + 1}", sys.executable, __file__, *sys.argv[1:]]
             processes.append(subprocess.Popen([*command, "--worker", str(result)], env=env))
-        if any([p.wait() for p in processes]):
+        codes = [p.wait() for p in processes]
+        if any(codes):
             sys.exit("a worker failed")
         rows = json.loads(result.read_text())
     report(rows, options)

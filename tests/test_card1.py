@@ -73,29 +73,9 @@ def test_fp4(row: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize(("beta", "bits", "from_gennorm", "from_normal"), FP8_TABLE)
-def test_fp8(
-    beta: float, bits: float, from_gennorm: float, from_normal: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8(beta: float, bits: float, from_gennorm: float, from_normal: float) -> None:
     assert round(gennorm.nmse(FP8, beta, gennorm.best_step(FP8, beta)), 4) == 0.0028
     assert entropy(masses(FP8, beta)) == close(bits)
-    # The table is of codes whose length is not limited.
-    monkeypatch.setattr(huffman, "LIMIT", 40)
-    huffman._lengths.cache_clear()
-    try:
-        assert huffman_bits(FP8, beta, Model(beta, 1.0)) == close(from_gennorm)
-        assert huffman_bits(FP8, beta, normal_model(beta)) == close(from_normal)
-    finally:
-        huffman._lengths.cache_clear()
-
-
-LIMITED = pytest.mark.xfail(strict=True, reason="codes of at most 12 bits are 1.1% longer with 247 symbols")
-
-
-@pytest.mark.parametrize(
-    ("beta", "from_gennorm", "from_normal"),
-    [pytest.param(b, *bits, marks=() if b == 0.5 else LIMITED) for b, _, *bits in FP8_TABLE],
-)
-def test_fp8_with_the_limit_on_code_lengths(beta: float, from_gennorm: float, from_normal: float) -> None:
     assert huffman_bits(FP8, beta, Model(beta, 1.0)) == close(from_gennorm)
     assert huffman_bits(FP8, beta, normal_model(beta)) == close(from_normal)
 

@@ -1,6 +1,6 @@
 """Codec: one converter and the coder of its symbols, around one tensor; `decode` needs nothing but the frame.
 
-    u = g + γe  ─►  convert  ─►  compress  ─►  frame          e ← u − decode(frame)
+u = g + γe  ─►  convert  ─►  compress  ─►  frame          e ← u − decode(frame)
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from . import kernels, wire
+from . import wire
 from .convert import cast, minifloat, stored
 from .convert.job import Job, NonFinite
 from .errors import FrameError, GradwireError
 
 CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_DECODERS = {wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode}
-assert sorted(_DECODERS) == list(range(len(_DECODERS))), "every codec number on the wire has a decoder"
+DECODERS = {wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode}
+assert sorted(DECODERS) == list(range(len(DECODERS))), "every codec number on the wire has a decoder"
 
 # Memory updated in place is left bit for bit as it was by a non-finite gradient up to this size, because such tensors
-# are looked through first. Larger ones are not (it would cost a fifth of the time), and get theirs back to fp32 rounding.
+# are looked through first. Larger ones are not (it would cost a fifth of the time), and get theirs back to rounding.
 CHECKED_AHEAD = 2**22
 DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame is long enough to hold them in earnest
 ELEMENTS_PER_BYTE = 4096
@@ -90,13 +90,11 @@ class Codec:
         if segments and sum(segments) != tensor.numel():
             raise GradwireError(f"segments add up to {sum(segments)}, the tensor has {tensor.numel()} entries")
 
-        flat = tensor.reshape(-1)
+        flat = tensor.reshape(-1).contiguous()
         gradient = flat.float() if tensor.dtype in CONVERTIBLE else None
         if gradient is None or not flat.numel():
             return _frame_of_stored(flat, tensor, out, 0)
-        job = Job(
-            gradient, tensor.dtype, _flat(residual), _flat(residual_out), decay, seed, tuple(segments)
-        )
+        job = Job(gradient, tensor.dtype, _flat(residual), _flat(residual_out), decay, seed, tuple(segments))
         try:
             if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
                 job.require_finite()
@@ -170,9 +168,11 @@ def as_bytes(frame: Bytes) -> np.ndarray:
     if isinstance(frame, torch.Tensor):
         if frame.dtype != torch.uint8:
             raise FrameError(f"a frame is bytes or a uint8 tensor, not {frame.dtype}")
-        return frame.detach().reshape(-1).cpu().numpy()
+        return frame.detach().reshape(-1).contiguous().cpu().numpy()
     if not isinstance(frame, (bytes, bytearray, memoryview, np.ndarray)):
         raise FrameError(f"a frame is bytes or a uint8 tensor, not {type(frame).__name__}")
+    if isinstance(frame, (memoryview, np.ndarray)):
+        frame = np.ascontiguousarray(frame)
     return np.frombuffer(frame, dtype=np.uint8)
 
 
@@ -197,9 +197,7 @@ def decode(
             raise FrameError(f"frame declares {header.elements} elements; the limit is max_elements={max_elements}")
         out = _allocate(header, payload, device)
     elif out.shape != header.shape or out.dtype != header.dtype:
-        raise FrameError(
-            f"out is {out.dtype} of shape {tuple(out.shape)}, the frame {header.dtype} of {header.shape}"
-        )
+        raise FrameError(f"out is {out.dtype} of shape {tuple(out.shape)}, the frame {header.dtype} of {header.shape}")
     decode_payload(header, payload, out)
     return out
 
@@ -216,7 +214,7 @@ def _allocate(header: wire.Header, payload: np.ndarray, device: torch.device | s
 def open_frame(data: np.ndarray) -> tuple[wire.Header, np.ndarray]:
     """Header and payload of a frame whose checksum is right and whose codec is known."""
     header, _ = wire.open_frame(memoryview(data))
-    if header.codec not in _DECODERS:
+    if header.codec not in DECODERS:
         raise FrameError(f"unknown codec {header.codec} in frame")
     if header.flags & wire.SEGMENTED and header.codec != wire.MINIFLOAT:
         raise FrameError("only minifloat frames have segments")
@@ -228,7 +226,7 @@ def decode_payload(
 ) -> None:
     """out = weight · decoded, or out += weight · decoded; `out` may have another shape and float dtype."""
     out = out.detach()
-    flat = out.reshape(-1)  # a view, or a copy of an `out` that is not contiguous
-    _DECODERS[header.codec](header, payload, flat, weight, accumulate)
+    flat = out.contiguous().view(-1)  # a view, or a copy of an `out` that is not contiguous
+    DECODERS[header.codec](header, payload, flat, weight, accumulate)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))

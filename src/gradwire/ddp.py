@@ -98,8 +98,10 @@ class State:
             block, length = self._encode(key, pieces)
             ticket = self.exchange.start(key, block, length)
             self._pending.append(Pending(bucket.buffer(), pieces, ticket, future))
+            while self._pending and (bucket.is_last() or self.exchange.ready(self._pending[0].ticket)):
+                self._finish(self._pending.pop(0))
             if bucket.is_last():
-                self._finish_step()
+                self._end_step()
         except BaseException:
             self._abandon_step()
             raise
@@ -146,7 +148,9 @@ class State:
         """Correct, convert, compress: one frame."""
         codec, decay = piece.recipe.codec, piece.recipe.decay
         seed = (self.steps << 32) + (self.exchange.rank << 24) + len(self._pending)
-        pairs = [self.residual.buffers(n, g) for n, g in zip(piece.names, piece.gradients, strict=True)] if decay else []
+        pairs = (
+            [self.residual.buffers(n, g) for n, g in zip(piece.names, piece.gradients, strict=True)] if decay else []
+        )
         if len(piece.gradients) == 1:
             before, after = pairs[0] if pairs else (None, None)
             return codec.encode_into(
@@ -161,17 +165,17 @@ class State:
                 after.view(-1).copy_(updated)
         return length
 
-    def _finish_step(self) -> None:
-        for pending in self._pending:
-            start = time.perf_counter()
-            messages = self.exchange.finish(pending.ticket)
-            arrived = time.perf_counter()
-            for rank, message in enumerate(messages):
-                self._decode(rank, message, pending.pieces)
-            self.wait_s += arrived - start
-            self.decode_s += time.perf_counter() - arrived
-            pending.future.set_result(pending.buffer)
-        self._pending.clear()
+    def _finish(self, pending: Pending) -> None:
+        start = time.perf_counter()
+        messages = self.exchange.finish(pending.ticket)
+        arrived = time.perf_counter()
+        for rank, message in enumerate(messages):
+            self._decode(rank, message, pending.pieces)
+        self.wait_s += arrived - start
+        self.decode_s += time.perf_counter() - arrived
+        pending.future.set_result(pending.buffer)
+
+    def _end_step(self) -> None:
         if self._finite:
             self.residual.commit()
         else:
@@ -242,11 +246,11 @@ def _decode_small(
     flat = torch.empty(header.elements, dtype=gradients[0].dtype)
     codecs.decode_payload(header, payload, flat, weight)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        part = part.view(gradient.shape).to(gradient.device)
+        shaped = part.view(gradient.shape).to(gradient.device)
         if accumulate:
-            gradient += part
+            gradient.add_(shaped)
         else:
-            gradient.copy_(part)
+            gradient.copy_(shaped)
 
 
 def _recipes(spec: Spec) -> dict[str, Recipe]:
@@ -266,7 +270,8 @@ class _Slot:
     """DDP takes one hook for life; what the hook does can change."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.state = group, None
+        self.group = group
+        self.state: State | None = None
 
 
 def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -303,6 +308,6 @@ def attach(model: DistributedDataParallel, spec: Spec = "co3") -> Handle:
     if slot is None:
         slot = _Slot(model.process_group)
         model.register_comm_hook(slot, _slot_hook)
-        model._gradwire_slot = slot
+        object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
     slot.state = state
     return Handle(slot, state)

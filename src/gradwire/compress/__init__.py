@@ -41,6 +41,11 @@ class Coding:
     expected_bits: float = 0.0
 
     @property
+    def table(self) -> np.ndarray:
+        assert self.frequencies is not None, "raw and constant codings have no table"
+        return self.frequencies
+
+    @property
     def head(self) -> bytes:
         return bytes([self.coder | self.model << 2 | self.precision << 4]) + self.parameters
 
@@ -104,11 +109,15 @@ def choose(
     return Coding(coder, model, precision, parameters, frequencies, bits)
 
 
+def finest_precision(symbols: int) -> int:
+    """Bits of the frequencies of an alphabet of this size, where bytes matter more than speed."""
+    return FINE if symbols <= SMALL_ALPHABET else FINEST
+
+
 def _precisions(coder: int, symbols: int) -> tuple[int, ...]:
-    """The fast one first; it loses bits on skewed symbols. Large alphabets need finer frequencies."""
-    if symbols > SMALL_ALPHABET:
-        return (FINEST,)
-    return (FINE,) if coder == HUFFMAN else (COARSE, FINE)
+    """The fast one first; it loses bits on skewed symbols, and huffman gains nothing from it."""
+    fast = symbols <= SMALL_ALPHABET and coder != HUFFMAN
+    return (COARSE, finest_precision(symbols)) if fast else (finest_precision(symbols),)
 
 
 def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
@@ -118,10 +127,10 @@ def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
     elif coding.coder == RAW:
         body = kernels.pack_bits(symbols, raw_width(fmt.symbols))
     elif coding.coder == HUFFMAN:
-        lengths = huffman.code_lengths(coding.frequencies)
+        lengths = huffman.code_lengths(coding.table)
         body = kernels.huffman_encode(symbols, lengths, huffman.canonical_codes(lengths))
     else:
-        body = rans.encode(symbols, coding.frequencies, coding.precision, coding.expected_bits).tobytes()
+        body = rans.encode(symbols, coding.table, coding.precision, coding.expected_bits).tobytes()
     return coding.head + body
 
 
@@ -162,6 +171,6 @@ def decode(reader: Reader, fmt: Format, count: int, coding: Coding) -> np.ndarra
     if coding.coder == RAW:
         return kernels.unpack_bits(data, count, raw_width(fmt.symbols), fmt.symbols)
     if coding.coder == HUFFMAN:
-        lengths = huffman.code_lengths(coding.frequencies)
+        lengths = huffman.code_lengths(coding.table)
         return kernels.huffman_decode(data, count, lengths, huffman.canonical_codes(lengths))
-    return rans.decode(data, count, coding.frequencies, coding.precision)
+    return rans.decode(data, count, coding.table, coding.precision)

@@ -19,9 +19,7 @@ def _lengths(frequencies: tuple[int, ...]) -> tuple[int, ...]:
     packages: list[tuple[int, tuple[int, ...]]] = []
     for _ in range(LIMIT):
         merged = sorted(leaves + packages, key=lambda package: package[0])  # stable: ties stay in order
-        packages = [
-            (a[0] + b[0], a[1] + b[1]) for a, b in zip(merged[::2], merged[1::2], strict=False)
-        ]
+        packages = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(merged[::2], merged[1::2], strict=False)]
     lengths = [0] * len(frequencies)
     for _, members in packages[: len(leaves) - 1]:
         for symbol in members:

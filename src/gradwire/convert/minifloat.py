@@ -155,7 +155,7 @@ class Minifloat:
         start = len(head) + len(rans.head(lane_bits, [0] * chunks))
         coded = kernels.quantize_rans(
             job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table,
-            coding.frequencies, coding.precision, lane_bits, chunks, out[start:],
+            coding.table, coding.precision, lane_bits, chunks, out[start:],
         )  # fmt: skip
         if coded is None:
             return 0
@@ -166,7 +166,7 @@ class Minifloat:
                 size = kernels.chunk_size(job.count, chunks)
                 sent = torch.empty(done)
                 kernels.rans_dequantize(
-                    body, lengths, size, coding.frequencies, coding.precision, lane_bits, table, sent, False
+                    body, lengths, size, coding.table, coding.precision, lane_bits, table, sent, False
                 )
                 job.take_back(sent)
             job.require_finite()
@@ -184,7 +184,9 @@ class Minifloat:
             found = self.fit(part, part.compensated()) if length else None
             step = found.step if found else 1.0
             side += varint(length) + bfloat16(step)
-            pieces.append(self._quantize(part, step, values(self.format, step, job.dtype), part.seed if self.stochastic else None))
+            pieces.append(
+                self._quantize(part, step, values(self.format, step, job.dtype), part.seed if self.stochastic else None)
+            )
             fits += [found] if found else []
             position += length
         symbols = torch.cat(pieces)
@@ -210,7 +212,7 @@ def _pack_format(fmt: Format) -> bytes:
     return struct.pack("<BBBBb", CUSTOM, kind, fmt.exponent, fmt.mantissa, fmt.bias)
 
 
-def _read_format(reader: Reader) -> Format:
+def read_format(reader: Reader) -> Format:
     number = reader.byte()
     if number < len(PRESETS):
         return list(PRESETS.values())[number]
@@ -225,16 +227,16 @@ def _read_format(reader: Reader) -> Format:
         raise FrameError(f"invalid float format: {error}") from None
 
 
-def _read_step(reader: Reader) -> float:
+def read_step(reader: Reader) -> float:
     step = reader.bfloat16()
     if not SMALLEST_STEP <= step <= LARGEST_STEP:
         raise FrameError("invalid step")
     return step
 
 
-def _read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
+def read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
     number = reader.varint(len(reader.data))
-    segments = [(reader.varint(count), _read_step(reader)) for _ in range(number)]
+    segments = [(reader.varint(count), read_step(reader)) for _ in range(number)]
     if sum(length for length, _ in segments) != count:
         raise FrameError("segments do not add up to the tensor")
     return segments
@@ -243,8 +245,8 @@ def _read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
 def decode_symbols(payload: memoryview, count: int) -> torch.Tensor:
     """The symbols of an unsegmented payload."""
     reader = Reader(payload)
-    fmt = _read_format(reader)
-    _read_step(reader)
+    fmt = read_format(reader)
+    read_step(reader)
     return torch.from_numpy(compress.decode(reader, fmt, count, compress.read_head(reader, fmt)))
 
 
@@ -252,12 +254,14 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     reader, count = Reader(memoryview(payload)), header.elements
     if not header.dtype.is_floating_point or not count:
         raise FrameError("minifloat frame of a dtype or size that is always stored")
-    fmt = _read_format(reader)
+    fmt = read_format(reader)
     segmented = bool(header.flags & SEGMENTED)
-    segments = _read_segments(reader, count) if segmented else [(count, _read_step(reader))]
+    segments = read_segments(reader, count) if segmented else [(count, read_step(reader))]
     coding = compress.read_head(reader, fmt)
-    if coding.coder == compress.RANS and not segmented and _decode_fused(
-        header, reader, fmt, segments[0][1], coding, out, weight, accumulate
+    if (
+        coding.coder == compress.RANS
+        and not segmented
+        and _decode_fused(header, reader, fmt, segments[0][1], coding, out, weight, accumulate)
     ):
         return
     symbols = torch.from_numpy(compress.decode(reader, fmt, count, coding))
@@ -286,7 +290,7 @@ def _decode_fused(
     table = weighted_values(fmt, step, header.dtype, weight)
     size = kernels.chunk_size(header.elements, len(lengths))
     done = kernels.rans_dequantize(
-        body, lengths, size, coding.frequencies, coding.precision, lane_bits, table, out, accumulate
+        body, lengths, size, coding.table, coding.precision, lane_bits, table, out, accumulate
     )
     if not done:
         reader.position = position

@@ -26,7 +26,7 @@ def store(flat: torch.Tensor, out: torch.Tensor) -> int:
     """Copy the bytes of a flat tensor to the front of `out`; returns their number."""
     if not flat.numel():
         return 0
-    raw = flat.contiguous().view(torch.uint8)
+    raw = flat.contiguous().as_strided(flat.shape, (1,)).view(torch.uint8)  # one entry may have any stride
     out[: len(raw)] = raw
     return len(raw)
 

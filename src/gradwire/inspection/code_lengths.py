@@ -15,7 +15,7 @@ from ..formats import Format
 from ..models import gennorm, histogram
 from . import goodness
 
-FINEST = 1 << 40  # masses become integer counts before the coder's own normalization
+MASS = 1 << 40  # masses become integer counts before the coder's own normalization
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -32,9 +32,10 @@ def symbol_masses(fmt: Format, model: goodness.Model, step: float) -> np.ndarray
 
 
 def frequencies(masses: np.ndarray) -> np.ndarray:
-    """As the coders take them: integers of `compress.FINE` bits, none of them zero."""
-    counts = np.maximum(1, np.rint(masses * (FINEST >> compress.FINE))).astype(np.int64)
-    return histogram.normalize(counts, compress.FINE)
+    """As the coders take them: integers of as many bits as this alphabet gets, none of them zero."""
+    precision = compress.finest_precision(len(masses))
+    counts = np.maximum(1, np.rint(masses * (MASS >> precision))).astype(np.int64)
+    return histogram.normalize(counts, precision)
 
 
 def models(fmt: Format, x: np.ndarray, step: float, counts: np.ndarray) -> dict[str, tuple[np.ndarray, int]]:
@@ -48,8 +49,8 @@ def models(fmt: Format, x: np.ndarray, step: float, counts: np.ndarray) -> dict[
     masses = symbol_masses(fmt, goodness.fit(*goodness.moments(nonzero))["gennorm"], step) * (1 - zeros)
     masses[fmt.zero_symbol] += zeros
     table["gennorm+zeros"] = (frequencies(masses), 2)
-    own = histogram.normalize(counts, compress.FINE)
-    table["histogram"] = (own, len(histogram.pack(own)))
+    own = histogram.normalize(counts, compress.finest_precision(fmt.symbols))
+    table["histogram"] = (own, histogram.packed_length(own, fmt.zero_symbol))
     return table
 
 
@@ -57,7 +58,9 @@ def bits_per_entry(counts: np.ndarray, frequencies: np.ndarray, own_bytes: int) 
     """{"huffman", "ideal"}: with whole bits per symbol, and with none wasted (what rANS comes close to)."""
     used, total = counts > 0, counts.sum()
     own = 8 * own_bytes / total
-    ideal = counts[used] @ histogram.bits_per_symbol(frequencies, compress.FINE)[used] / total
+    ideal = (
+        counts[used] @ histogram.bits_per_symbol(frequencies, compress.finest_precision(len(frequencies)))[used] / total
+    )
     several = np.count_nonzero(frequencies) > 1  # else there is nothing to code
     coded = counts @ huffman.code_lengths(frequencies) / total if several else 0.0
     return {"huffman": float(coded + own), "ideal": float(ideal + own)}

@@ -74,7 +74,7 @@ def describe(frame: bytes | memoryview) -> FrameReport:
     report = FrameReport(
         version=wire.VERSION,
         # One codec, one file: the decoder's module carries the codec's name.
-        codec=codecs._DECODERS[header.codec].__module__.rpartition(".")[2],
+        codec=codecs.DECODERS[header.codec].__module__.rpartition(".")[2],
         dtype=str(header.dtype).removeprefix("torch."),
         shape=header.shape,
         flags=[name for bit, name in FLAGS.items() if header.flags & bit],
@@ -89,11 +89,11 @@ def describe(frame: bytes | memoryview) -> FrameReport:
 
 def _describe_minifloat(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
-    fmt = minifloat._read_format(reader)
+    fmt = minifloat.read_format(reader)
     if header.flags & wire.SEGMENTED:
-        report.steps = [step for _, step in minifloat._read_segments(reader, header.elements)]
+        report.steps = [step for _, step in minifloat.read_segments(reader, header.elements)]
     else:
-        report.steps = [minifloat._read_step(reader)]
+        report.steps = [minifloat.read_step(reader)]
     report.format, report.side_bytes = str(fmt), reader.position
 
     coding = compress.read_head(reader, fmt)

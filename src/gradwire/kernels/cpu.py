@@ -19,7 +19,8 @@ from .reference import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequant
 __all__ = [
     "absmax", "chunk_size", "compensate", "crc32", "dequantize", "histogram", "huffman_decode", "huffman_encode",
     "instruction_sets", "moments", "pack_bits", "quantize", "quantize_rans", "rans_decode", "rans_decode_chunk",
-    "rans_dequantize", "rans_encode", "rans_encode_chunk", "sample", "squared_errors", "to_symbols", "unpack_bits", "use",
+    "rans_dequantize", "rans_encode", "rans_encode_chunk", "sample", "squared_errors", "to_symbols", "unpack_bits",
+    "use",
 ]  # fmt: skip
 
 
@@ -147,9 +148,7 @@ def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: i
     return out[:length].tobytes()
 
 
-def rans_decode_chunk(
-    data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int
-) -> np.ndarray:
+def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int) -> np.ndarray:
     symbols = np.empty(count, dtype=np.uint8)
     rans_decode(data, [len(data)], count, frequencies, precision, lanes, symbols)
     return symbols

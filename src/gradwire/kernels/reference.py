@@ -106,9 +106,7 @@ def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = Non
 def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
     """Σ(u − û)² for each of these steps."""
     levels = torch.from_numpy(fmt.levels)
-    return [
-        float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps
-    ]
+    return [float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps]
 
 
 def inverse(step: float) -> torch.Tensor:
@@ -203,9 +201,7 @@ def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: i
     return b"".join(int(x).to_bytes(3, "little") for x in states) + bytes(emitted)
 
 
-def rans_decode_chunk(
-    data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int
-) -> np.ndarray:
+def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int) -> np.ndarray:
     if len(data) < 3 * lanes:
         raise FrameError("rans chunk is cut short")
     raw = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
@@ -261,10 +257,16 @@ def rans_decode(
 # ── fused: None and False say "not here", and the caller composes the parts above ─────────────────
 
 
-def quantize_rans(*args: object) -> tuple[list[int], int] | None:
+def quantize_rans(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
+    fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
+    out: torch.Tensor,
+) -> tuple[list[int], int] | None:  # fmt: skip
     return None
 
 
-def rans_dequantize(*args: object) -> bool:
+def rans_dequantize(
+    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
+    values: torch.Tensor, out: torch.Tensor, accumulate: bool,
+) -> bool:  # fmt: skip
     return False
-
