@@ -19,7 +19,9 @@ def main() -> None:
     tables = {}
     for fmt in dict.fromkeys(PRESETS.values()):
         steps = [gennorm.best_step(fmt, float(b)) for b in gennorm.BETAS]
-        tables[f"{fmt}_step"] = np.array([s / gennorm.mean_abs(float(b)) for s, b in zip(steps, gennorm.BETAS, strict=True)])
+        tables[f"{fmt}_step"] = np.array(
+            [s / gennorm.mean_abs(float(b)) for s, b in zip(steps, gennorm.BETAS, strict=True)]
+        )
         tables[f"{fmt}_masses"] = np.stack(
             [gennorm.integer_masses(fmt, float(b), s) for b, s in zip(gennorm.BETAS, steps, strict=True)]
         )

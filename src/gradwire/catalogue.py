@@ -132,7 +132,9 @@ def _split(name: str, rest: str) -> dict[str, str]:
     for item in rest.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not (key and equals and value) or key in given:
-            raise SpecError(f"cannot read {item!r} in the spec of {name!r}: write {name}:key=value,key=value, each key once")
+            raise SpecError(
+                f"cannot read {item!r} in the spec of {name!r}: write {name}:key=value,key=value, each key once"
+            )
         given[key] = value
     return given
 
