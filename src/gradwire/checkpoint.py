@@ -1,0 +1,131 @@
+"""Checkpoints of a run: one file with all it takes to go on as if it had never stopped.
+
+Beside model, optimizer and position, that is every worker's error memory: what was not sent yet would
+otherwise be lost. The file is an ordinary `torch.save` archive (`torch.load(file)["model"]` works).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import GradwireError
+
+FORMAT = "gradwire checkpoint 1"
+
+
+class CheckpointError(GradwireError):
+    """A checkpoint that is missing, damaged or of another run."""
+
+
+@dataclass
+class Checkpoint:
+    settings: dict[str, Any]  # those that shape the run: task, codec, seed, batch size, …
+    step: int  # steps done since the start of the run
+    epoch: int
+    step_in_epoch: int
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    # One of each for every worker, in rank order:
+    rng: list[torch.Tensor]
+    error_memory: list[dict[str, Any]]
+
+    @property
+    def workers(self) -> int:
+        return len(self.error_memory)
+
+    def error_memory_for(self, rank: int, workers: int) -> dict[str, Any]:
+        """The worker's own memory; on another number of workers, each starts from the mean of all.
+
+        The gradient is a mean over workers, so what is still to be sent stays the same in total.
+        """
+        if workers == self.workers:
+            return self.error_memory[rank]
+        return _mean(self.error_memory)
+
+
+def _mean(states: list[Any]) -> Any:
+    """Tensors are averaged at every depth of the dicts; what else they hold is the same in all of them."""
+    first = states[0]
+    if isinstance(first, Mapping):
+        return {key: _mean([state[key] for state in states]) for key in first}
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        return torch.stack([state.double() for state in states]).mean(0).to(first.dtype)
+    return first
+
+
+def save(path: Path, checkpoint: Checkpoint) -> None:
+    """Write the file whole or not at all: a crash at any moment leaves the previous one as it was."""
+    content = {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}}
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint; nothing in the file is run, whoever wrote it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the archive's checksums
+        if damaged:
+            raise CheckpointError(f"{path} is damaged (checksum of {damaged}): resume from another one")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
+    except Exception as error:  # a damaged archive can raise nearly anything
+        raise CheckpointError(f"{path} is damaged or not a checkpoint: resume from another one") from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this version of gradwire ({FORMAT!r})")
+    try:
+        return Checkpoint(**content)
+    except TypeError as error:
+        raise CheckpointError(f"{path} is incomplete: {error}") from error
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 of all parameters, names included: equal digests mean equal parameters, bit for bit."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _sync_folder(folder: Path) -> None:
+    """After this the new name survives a power failure too; systems that cannot sync a folder need not."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""The command line: `gradwire train`, `gradwire inspect`, …
+
+A command is a plain function in a file of its own, named in COMMANDS. All errors that gradwire raises on
+purpose end here, as one line without a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import GradwireError, __version__
+
+COMMANDS = ("train", "inspect")
+
+
+def build_app() -> typer.Typer:
+    """Commands are imported here, and not with this package, which every worker imports."""
+    app = typer.Typer(
+        name="gradwire",
+        help="Communication-efficient distributed and federated training for PyTorch.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
+    app.callback()(_options)
+    for name in COMMANDS:
+        app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradwire {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; the process ends with 0, or with 1 and one line that says what to do."""
+    try:
+        build_app()(arguments)
+    except GradwireError as error:
+        sys.exit(f"error: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

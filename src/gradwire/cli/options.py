@@ -1,0 +1,114 @@
+"""From the options of `gradwire train` to the settings of a run; whatever is wrong with them is said here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from .. import checkpoint, tasks
+from ..catalogue import recipe
+from ..errors import GradwireError
+from ..tasks.settings import Settings
+
+MINIMUM_ONE = ("workers", "epochs", "steps", "batch_size", "save_every", "threads")
+
+
+@dataclasses.dataclass
+class Options:
+    """As given on the command line; None where the user left the choice to us."""
+
+    task: str | None
+    codecs: list[str] | None
+    workers: int | None
+    epochs: int | None
+    steps: int | None
+    batch_size: int | None
+    lr: float | None
+    seed: int | None
+    data_dir: Path
+    json: Path | None
+    save: Path | None
+    save_every: int | None
+    resume: Path | None
+    threads: int | None
+    timeout: float
+
+
+def resolve(options: Options) -> tuple[Settings, int | None]:
+    """The settings, and the number of workers of the run that is resumed.
+
+    What is not given comes from the checkpoint that is resumed, or from the task.
+    """
+    _check_values(options)
+    saved = checkpoint.load(options.resume) if options.resume else None
+    before = saved.settings if saved else {}
+    task = options.task or before.get("task", "digits")
+    defaults = tasks.find(task).defaults
+    codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
+    for codec in codecs:
+        recipe(codec)  # a SpecError now, not in every worker
+    if options.epochs or options.steps:
+        epochs, steps = options.epochs, options.steps
+    elif saved:
+        epochs, steps = before["epochs"], before["steps"]
+    else:
+        epochs, steps = defaults.epochs, None
+    settings = Settings(
+        task=task,
+        codecs=codecs,
+        seed=options.seed if options.seed is not None else before.get("seed", 0),
+        batch_size=options.batch_size or before.get("batch_size", defaults.batch_size),
+        lr=options.lr or before.get("lr", defaults.lr),
+        epochs=epochs,
+        steps=steps,
+        data_dir=str(options.data_dir),
+        timeout=options.timeout,
+        threads=options.threads,
+        json=_writable(options.json, "--json"),
+        save=_writable(options.save, "--save"),
+        save_every=options.save_every,
+        resume=str(options.resume) if options.resume else None,
+    )
+    if saved:
+        _check_same_run(settings, saved, options.resume)
+    return settings, saved.workers if saved else None
+
+
+def _check_values(options: Options) -> None:
+    for name in MINIMUM_ONE:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise GradwireError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.lr is not None and not 0 < options.lr < float("inf"):
+        raise GradwireError(f"--lr must be above 0, not {options.lr}")
+    if not 0 < options.timeout < 1e9:
+        raise GradwireError(f"--timeout must be above 0 seconds, not {options.timeout}")
+    if options.seed is not None and options.seed < 0:
+        raise GradwireError(f"--seed must be 0 or more, not {options.seed}")
+    if options.epochs and options.steps:
+        raise GradwireError("give --epochs or --steps, not both")
+    if options.save_every and not options.save:
+        raise GradwireError("--save-every needs --save FILE")
+    if len(options.codecs or []) > 1 and (options.save or options.resume):
+        raise GradwireError("a checkpoint holds one run: give one --codec with --save or --resume")
+
+
+def _writable(path: Path | None, option: str) -> str | None:
+    if path is None:
+        return None
+    if path.is_dir() or not path.parent.is_dir():
+        raise GradwireError(f"{option} {path}: give a file in a folder that exists")
+    return str(path)
+
+
+def _check_same_run(settings: Settings, saved: checkpoint.Checkpoint, path: Path | None) -> None:
+    before = saved.settings
+    for name, now, then in (
+        ("task", settings.task, before["task"]),
+        ("codec", str(recipe(settings.codecs[0])), str(recipe(before["codecs"][0]))),
+        ("seed", settings.seed, before["seed"]),
+    ):
+        if now != then:
+            raise checkpoint.CheckpointError(
+                f"{path} is a run with --{name} {then}, not {now}: leave out --{name} to go on with it"
+            )

@@ -1,0 +1,66 @@
+"""The closing table of `gradwire train` and its JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PHASES = ("compute", "encode", "wait", "decode")
+
+
+def show(summary: dict[str, Any]) -> None:
+    """One row per run: what came out and what it cost in bytes; below, where the time went."""
+    runs = summary["runs"]
+    first = runs[0]
+    metrics = [name for name in first["history"][-1] if name not in ("epoch", "step")]
+    results = _table(
+        f"{summary['task']}: {summary['workers']} workers, {first['parameters']:,} parameters, "
+        f"{first['steps']:,} steps, seed {summary['seed']}",
+        f"test figures; bytes per worker, over {first['measured_steps']:,} steps",
+        *(name.replace("_", " ") for name in metrics),
+        *("frame\nbytes", "wire bytes\nsent", "fp32 /\nframe", "bits per\nparameter"),
+    )
+    times = _table("Milliseconds per step", "mean over steps and workers", "total", *PHASES)
+    for run in runs:
+        results.add_row(
+            run["codec"],
+            *(f"{run['history'][-1][name]:.4f}" for name in metrics),
+            f"{run['frame_bytes']:,.0f}",
+            f"{run['wire_bytes_sent']:,.0f}",
+            f"{run['ratio']:.2f}",
+            f"{run['bits_per_parameter']:.3f}",
+        )
+        seconds = run["seconds_per_step"]
+        times.add_row(run["codec"], *(f"{1000 * seconds[phase]:.2f}" for phase in ("total", *PHASES)))
+    console = Console()
+    console.print(results)
+    console.print(times)
+
+
+def _table(title: str, caption: str, *headings: str) -> Table:
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("codec", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def write_json(path: Path, summary: dict[str, Any]) -> None:
+    path.write_text(json.dumps(_finite(summary), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN; a run that diverged gets null for its loss."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

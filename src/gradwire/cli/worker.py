@@ -1,0 +1,113 @@
+"""One worker of `gradwire train`: started by `launch`, or by torchrun through the command itself."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import __version__, checkpoint, tasks
+from ..errors import AggregateError, GradwireError
+from ..tasks.base import Task
+from ..tasks.settings import Settings
+from ..tasks.training import Training
+from . import one_line
+from .progress import Progress
+from .report import show, write_json
+
+
+def run(settings: Settings) -> None:
+    """Train once per codec; rank 0 shows the progress and the figures."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    task = tasks.find(settings.task)(Path(settings.data_dir))
+    saved = checkpoint.load(Path(settings.resume)) if settings.resume else None
+    dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
+    try:
+        resumed = saved.step if saved else None
+        _check_agreement({**settings.shared(), "data": task.data_checksum(), "resumed step": resumed})
+        runs = [_train(task, settings, codec, saved) for codec in settings.codecs]
+        if dist.get_rank() == 0:
+            _report(settings, runs)
+        dist.barrier()  # nobody leaves while another one still needs its connections
+    finally:
+        # DDP models keep the process group, and with it its threads, which may not outlive Python.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _train(task: Task, settings: Settings, codec: str, saved: checkpoint.Checkpoint | None) -> dict[str, Any]:
+    training = Training(task, settings, codec, saved)
+    with Progress(training) as progress:
+        return training.run(progress.step)
+
+
+def _report(settings: Settings, runs: list[dict[str, Any]]) -> None:
+    summary = {
+        "gradwire": __version__,
+        "torch": torch.__version__,
+        "workers": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        **settings.shared(),
+        "runs": runs,
+    }
+    show(summary)
+    if settings.json:
+        write_json(Path(settings.json), summary)
+
+
+def _check_agreement(mine: dict[str, Any]) -> None:
+    """Under torchrun every worker has its own command line and its own data: they must match."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {"gradwire": __version__, **mine})
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                raise AggregateError(
+                    f"workers disagree on {name}: rank 0 has {value!r}, rank {rank} {other[name]!r}; "
+                    "start all with the same options, data and version"
+                )
+
+
+def _end_with_parent() -> None:
+    """`launch` holds the other end of our standard input: reading returns when it is gone."""
+    with contextlib.suppress(OSError):
+        os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def main() -> None:
+    """Started by `launch` with the settings and the file to report an error to."""
+    report = Path(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches `launch` too, which stops us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        run(Settings.from_json(sys.argv[1]))
+        sys.stdout.flush()
+    except BaseException as error:
+        on_purpose = isinstance(error, GradwireError)
+        content = {
+            "time": time.time(),
+            "on_purpose": on_purpose,
+            "message": one_line(error),
+            "traceback": None if on_purpose else traceback.format_exc(),
+        }
+        report.write_text(json.dumps(content))
+        os._exit(1)  # without the usual clean-up, which may wait for workers that are gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

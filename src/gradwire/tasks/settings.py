@@ -1,0 +1,42 @@
+"""What a run is asked to do, the same on every worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# What two workers, or a checkpoint and the run that resumes it, must have in common …
+SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps")
+# … and what a resumed run may not change.
+FIXED = ("task", "codecs", "seed")
+
+
+@dataclass(frozen=True)
+class Settings:
+    task: str
+    codecs: tuple[str, ...]  # one run each, one after the other
+    seed: int
+    batch_size: int  # per worker
+    lr: float
+    epochs: int | None  # either this
+    steps: int | None  # or this ends the run
+    data_dir: str
+    timeout: float  # seconds that a collective may take
+    threads: int | None = None
+    json: str | None = None
+    save: str | None = None
+    save_every: int | None = None
+    resume: str | None = None
+
+    def shared(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {name: values[name] for name in SHARED}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        values = json.loads(text)
+        return cls(**values | {"codecs": tuple(values["codecs"])})
