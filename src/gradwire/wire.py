@@ -94,8 +94,8 @@ def read_header(data: memoryview) -> Header:
     reader = Reader(data, _FIXED.size)
     payload_length = reader.varint(2**56)
     shape = tuple(reader.varint(MAX_ELEMENTS) for _ in range(rank))
-    if math.prod(shape) > MAX_ELEMENTS:
-        raise FrameError("frame declares more than 2^48 elements")
+    if math.prod(shape) >= MAX_ELEMENTS:
+        raise FrameError("frame declares 2^48 elements or more")
     return Header(codec, DTYPES[dtype], shape, flags, payload_length, reader.position)
 
 
