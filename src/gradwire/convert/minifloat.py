@@ -121,11 +121,15 @@ class Minifloat:
         coding = self._choose(counts, job.count, found)
         table = values(self.format, step, job.dtype)
         symbols = None
-        if coding.coder == compress.RANS and seed is None:
-            length = self._encode_fused(job, out, side + coding.head, step, table, coding)
-            if length and length * 8 <= coding.expected_bits * 1.02 + 1024:
+        if coding.coder == compress.RANS:
+            length = 0 if self.stochastic else self._encode_fused(job, out, side + coding.head, step, table, coding)
+            if not length:  # the same bytes in two passes
+                symbols = self._quantize(job, step, table, seed)
+                length = _write(out, side, compress.encode(symbols.numpy(), self.format, coding))
+            if length * 8 <= coding.expected_bits * 1.02 + 1024:
                 return length
-            if length:  # the sample misled us: count what was coded, and code it again
+            # The sample misled us: count what was coded, and code it again.
+            if symbols is None:
                 symbols = decode_symbols(memoryview(out[:length].numpy()), job.count)
         if symbols is None:
             symbols = self._quantize(job, step, table, seed)
