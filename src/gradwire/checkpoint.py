@@ -74,9 +74,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}") from error
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
     _sync_folder(path.parent)
 
 

@@ -52,7 +52,8 @@ def launch(settings: Settings, workers: int) -> None:
             finally:
                 _stop(processes)
     except KeyboardInterrupt:
-        sys.exit("stopped")
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from .. import checkpoint, tasks
 from ..catalogue import recipe
 from ..errors import GradwireError
-from ..tasks.settings import Settings
+from ..tasks.settings import SHARED, Settings
 
 MINIMUM_ONE = ("workers", "epochs", "steps", "batch_size", "save_every", "threads")
 
@@ -42,6 +43,8 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     _check_values(options)
     saved = checkpoint.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
+    if saved and not set(SHARED) <= set(before):
+        raise checkpoint.CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
     task = options.task or before.get("task", "digits")
     defaults = tasks.find(task).defaults
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
@@ -96,8 +99,8 @@ def _check_values(options: Options) -> None:
 def _writable(path: Path | None, option: str) -> str | None:
     if path is None:
         return None
-    if path.is_dir() or not path.parent.is_dir():
-        raise GradwireError(f"{option} {path}: give a file in a folder that exists")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise GradwireError(f"{option} {path}: give a file in a folder that exists and can be written to")
     return str(path)
 
 

@@ -22,7 +22,7 @@ class Progress:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("epoch {task.fields[epoch]}  loss {task.fields[loss]:.4f}"),
+            TextColumn("epoch {task.fields[epoch]}  loss {task.fields[loss]}"),
             TimeRemainingColumn(),
             console=self.console,
             disable=training.rank != 0 or not self.console.is_terminal,
@@ -30,7 +30,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self.bar.start()
-        self.row = self.bar.add_task(self.codec, total=self.last, completed=self.first, epoch=1, loss=float("nan"))
+        self.row = self.bar.add_task(self.codec, total=self.last, completed=self.first, epoch="…", loss="…")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,7 +38,7 @@ class Progress:
 
     def step(self, training: Training, loss: float) -> None:
         epoch = -(-training.step // training.steps_per_epoch)
-        self.bar.update(self.row, completed=training.step, epoch=epoch, loss=loss)
+        self.bar.update(self.row, completed=training.step, epoch=epoch, loss=f"{loss:.4f}")
         done, total = training.step - self.first, self.last - self.first
         if self.bar.disable and done * LINES // total > (done - 1) * LINES // total:
             self.console.print(

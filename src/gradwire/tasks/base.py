@@ -92,9 +92,9 @@ def evaluation_sums(task: Task, model: nn.Module, rank: int, workers: int) -> to
 
 
 def _test_batches(task: Task, rank: int, workers: int) -> Iterator[Batch]:
-    for indices in torch.arange(rank, task.test_size, workers).split(EVALUATION_BATCH):
-        if len(indices):  # a worker beyond the last example has nothing to do
-            yield task.test_batch(indices)
+    share = torch.arange(task.test_size)[rank::workers]  # empty for a worker beyond the last example
+    for start in range(0, len(share), EVALUATION_BATCH):
+        yield task.test_batch(share[start : start + EVALUATION_BATCH])
 
 
 def checksum(*tensors: torch.Tensor) -> int:

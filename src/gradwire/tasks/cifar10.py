@@ -6,7 +6,6 @@ A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. Read
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 from pathlib import Path
@@ -54,17 +53,18 @@ class Cifar10(ImageTask):
 class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles arrays and plain values only: a pickle may otherwise run any code."""
 
-    _ALLOWED = frozenset({("multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")})
-
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            if ("multiarray", name) in self._ALLOWED:
-                # numpy 2 renamed numpy.core; the published files carry the old name.
-                package = "numpy._core" if int(np.__version__.split(".")[0]) >= 2 else "numpy.core"
-                return getattr(importlib.import_module(f"{package}.multiarray"), name)
-        elif (module, name) in self._ALLOWED:
+        # numpy 2 renamed numpy.core; the published files carry the old name.
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
+            return _reconstruct
+        if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _reconstruct(array_type: type[np.ndarray], shape: tuple[int, ...], _: bytes) -> np.ndarray:
+    """An empty array; its real shape and type come with the pickle's next instruction."""
+    return np.ndarray.__new__(array_type, shape, np.uint8)
 
 
 def _read_batches(paths: list[Path]) -> LabelledImages:

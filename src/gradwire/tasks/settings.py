@@ -6,10 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# What two workers, or a checkpoint and the run that resumes it, must have in common …
+# What shapes a run: all workers must agree on it, and a checkpoint carries it.
 SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps")
-# … and what a resumed run may not change.
-FIXED = ("task", "codecs", "seed")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ that was stopped and resumed ends with the same parameters, bit for bit.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import checkpoint, ddp
+from ..catalogue import recipe
 from ..checkpoint import Checkpoint, CheckpointError
 from ..errors import AggregateError, GradwireError
 from . import order
@@ -24,6 +26,10 @@ from .base import Task, evaluation_sums, loss_of
 from .results import summarize
 from .settings import Settings
 
+# torch 2.13 renamed the option, and warns of the old name.
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+OWN_BUFFERS: dict[str, Any] = {_SYNC_BUFFERS: False}
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 OnStep = Callable[["Training", float], None]
@@ -45,7 +51,7 @@ class Training:
         self.model = task.build_model()
         self.optimizer = task.build_optimizer(self.model, settings.lr)
         # Statistics of batch normalization are not shared while training; evaluation uses those of rank 0.
-        self.ddp = DistributedDataParallel(self.model, broadcast_buffers=False)
+        self.ddp = DistributedDataParallel(self.model, **OWN_BUFFERS)
         self.handle = ddp.attach(self.ddp, codec)
         self.step = self.epoch = self.step_in_epoch = 0
         self.seconds = 0.0
@@ -70,6 +76,7 @@ class Training:
                 self._evaluate()
         return {
             "codec": self.codec,
+            "spec": str(recipe(self.codec)),  # every parameter spelled out
             "steps": self.step,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "digest": self._common_digest(),
@@ -114,9 +121,7 @@ class Training:
         dist.all_gather_object(digests, checkpoint.digest(self.model))
         different = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            raise AggregateError(
-                f"replicas differ: rank {', '.join(different)} has other parameters than rank 0"
-            )
+            raise AggregateError(f"replicas differ: rank {', '.join(different)} has other parameters than rank 0")
         return digests[0]
 
     def _save(self, path: Path) -> None:

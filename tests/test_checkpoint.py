@@ -1,0 +1,163 @@
+"""Checkpoints: whole or not at all, damage is noticed, error memories survive another number of workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire import checkpoint
+from gradwire.checkpoint import Checkpoint, CheckpointError
+
+
+def a_checkpoint(workers: int = 2) -> Checkpoint:
+    generator = torch.Generator().manual_seed(7)
+    weights = torch.randn(50, 20, generator=generator)
+    return Checkpoint(
+        settings={"task": "digits", "codecs": ("co3",), "seed": 3},
+        step=12,
+        epoch=1,
+        step_in_epoch=2,
+        model={"weight": weights},
+        optimizer={"state": {0: {"momentum_buffer": weights * 2}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        rng=[torch.get_rng_state()] * workers,
+        error_memory=[{"steps": 12, "memory": {"weight": weights + rank}} for rank in range(workers)],
+    )
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path, saved = tmp_path / "run.pt", a_checkpoint()
+    checkpoint.save(path, saved)
+    loaded = checkpoint.load(path)
+    assert (loaded.settings, loaded.step, loaded.epoch, loaded.step_in_epoch) == (saved.settings, 12, 1, 2)
+    assert torch.equal(loaded.model["weight"], saved.model["weight"])
+    assert torch.equal(loaded.optimizer["state"][0]["momentum_buffer"], saved.model["weight"] * 2)
+    assert loaded.workers == 2
+    for rank in range(2):
+        expected = saved.error_memory[rank]["memory"]["weight"]
+        assert torch.equal(loaded.error_memory_for(rank, 2)["memory"]["weight"], expected)
+        assert torch.equal(loaded.rng[rank], saved.rng[rank])
+
+
+def test_other_tools_can_read_the_model(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run.pt", a_checkpoint())
+    assert torch.load(tmp_path / "run.pt", weights_only=True)["model"]["weight"].shape == (50, 20)
+
+
+@pytest.mark.parametrize("call", ["save", "fsync", "replace"])
+def test_a_failed_save_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, a_checkpoint())
+    before = path.read_bytes()
+
+    def fail(*arguments: object) -> None:
+        if call == "save":
+            arguments[1].write(b"half of a checkpo")  # type: ignore[attr-defined]
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch if call == "save" else os, call, fail)
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*run\.pt: disk full"):
+        checkpoint.save(path, a_checkpoint(workers=3))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path], "a temporary file was left behind"
+
+
+def test_the_file_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment the new file takes its name, it is complete and on the disk."""
+    path, synced, replaced = tmp_path / "run.pt", [], []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd)))
+
+    def check(source: str, target: Path) -> None:
+        assert Path(source).parent == path.parent
+        assert os.stat(source).st_ino in synced
+        assert checkpoint.load(Path(source)).step == 12
+        replaced.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", check)
+    checkpoint.save(path, a_checkpoint())
+    assert replaced == [path]
+
+
+def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
+    """torch.load alone would load changed tensors without a word."""
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, a_checkpoint())
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        entries = [info for info in archive.infolist() if info.file_size]
+        starts = [whole.index(archive.read(info), info.header_offset) for info in entries]
+    assert len(starts) > 5
+    for info, start in zip(entries, starts, strict=True):
+        damaged = bytearray(whole)
+        damaged[start + info.file_size // 2] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, a_checkpoint())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    with pytest.raises(CheckpointError, match="No such file"):
+        checkpoint.load(path)
+    torch.save({"model": {}}, path)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        checkpoint.load(path)
+    torch.save({"format": checkpoint.FORMAT, "step": 1}, path)
+    with pytest.raises(CheckpointError, match="incomplete"):
+        checkpoint.load(path)
+
+
+class _Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (os.environ["HOSTILE_FOLDER"],)
+
+
+def test_nothing_in_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTILE_FOLDER", str(tmp_path / "made by the pickle"))
+    path = tmp_path / "run.pt"
+    torch.save({"format": checkpoint.FORMAT, "step": _Hostile()}, path)
+    with pytest.raises(CheckpointError):
+        checkpoint.load(path)
+    assert list(tmp_path.iterdir()) == [path]
+    pickle.loads(pickle.dumps(_Hostile()))  # it would have worked
+    assert (tmp_path / "made by the pickle").is_dir()
+
+
+@pytest.mark.parametrize("workers", [1, 3, 5])
+def test_other_workers_start_from_the_mean(workers: int) -> None:
+    """The mean over workers of what is still to be sent does not change."""
+    saved = a_checkpoint(workers=4)  # memories differ by 0, 1, 2 and 3
+    expected = saved.error_memory[0]["memory"]["weight"] + 1.5
+    for rank in range(workers):
+        state = saved.error_memory_for(rank, workers)
+        assert state["steps"] == 12
+        torch.testing.assert_close(state["memory"]["weight"], expected)
+        assert state["memory"]["weight"].dtype == torch.float32
+
+
+def test_digest_sees_a_single_bit() -> None:
+    model = nn.Linear(3, 2)
+    digest = checkpoint.digest(model)
+    copy = nn.Linear(3, 2)
+    copy.load_state_dict(model.state_dict())
+    assert checkpoint.digest(copy) == digest
+    with torch.no_grad():
+        copy.weight.view(torch.int32)[0, 0] ^= 1
+    assert checkpoint.digest(copy) != digest
