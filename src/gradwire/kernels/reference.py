@@ -49,7 +49,7 @@ def compensate(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float
     """u = g + decay·e, limited to the finite range (two rounded operations, no fused one)."""
     if memory is None:
         return gradient
-    return torch.clamp(gradient + memory * torch.tensor(decay, dtype=torch.float32), -FLOAT_MAX, FLOAT_MAX)
+    return torch.clamp(gradient + memory * decay, -FLOAT_MAX, FLOAT_MAX)
 
 
 def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
