@@ -157,9 +157,8 @@ def _ours(tasks: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
 
 def _report(name: str, seconds: dict[str, float], bits: dict[str, float], n: int) -> dict[str, dict[str, float]]:
     copy = seconds["torch copy"]
-    print(
-        f"\n{name}, {n / 1e6:.1f} M entries, β = {BETA}, entropy of the fp4 symbols {bits['entropy']:.3f} bits, one core"
-    )
+    entropy = bits["entropy"]
+    print(f"\n{name}, one core, {n / 1e6:.1f} M entries, β = {BETA}, entropy of the fp4 symbols {entropy:.3f} bits")
     print(f"{'':34s}{'ms':>9s}{'GB/s of fp32':>14s}{'× copy':>9s}{'bits/entry':>12s}")
     table = {}
     for task, t in seconds.items():
