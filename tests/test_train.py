@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from gradwire import GradwireError, checkpoint, tasks
 from gradwire.cli import main
+from gradwire.cli.report import show
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 
@@ -411,6 +412,23 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert not exit_.value.code
         assert expected in capsys.readouterr().out
+
+
+def test_the_table_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    codec = "co3:format=fp8,coder=huffman"
+    figures = {
+        "codec": codec, "steps": 10**5, "measured_steps": 10**5, "parameters": 10**6, "frame_bytes": 1.1e9,
+        "wire_bytes_sent": 1.2e9, "ratio": 123.45, "bits_per_parameter": 12.345,
+        "history": [{"epoch": 1.0, "step": 1, "loss": 1.25, "bits_per_byte": 8.25}],
+        "seconds_per_step": dict.fromkeys(("total", "compute", "encode", "wait", "decode"), 1.75),
+    }  # fmt: skip
+    show({"task": "text", "workers": 2, "seed": 0, "runs": [figures]})
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    assert codec in "".join(shown.split())  # folded over several lines or not
+    for text in ("1,100,000,000", "1,200,000,000", "123.45", "12.345", "1.2500", "8.2500", "1750.00"):
+        assert text in shown
 
 
 def test_importing_gradwire_needs_no_command_line_libraries() -> None:

@@ -18,12 +18,13 @@ def show(summary: dict[str, Any]) -> None:
     """One row per run: what came out and what it cost in bytes; below, where the time went."""
     runs = summary["runs"]
     first = runs[0]
+    workers = f"{summary['workers']} worker{'s' if summary['workers'] > 1 else ''}"
     metrics = [name for name in first["history"][-1] if name not in ("epoch", "step")]
     results = _table(
-        f"{summary['task']}: {summary['workers']} workers, {first['parameters']:,} parameters, "
+        f"{summary['task']}: {workers}, {first['parameters']:,} parameters, "
         f"{first['steps']:,} steps, seed {summary['seed']}",
         f"test figures; bytes per worker, over {first['measured_steps']:,} steps",
-        *(name.replace("_", " ") for name in metrics),
+        *("\n".join(name.replace("_", " ").rsplit(" ", 1)) for name in metrics),
         *("frame\nbytes", "wire bytes\nsent", "fp32 /\nframe", "bits per\nparameter"),
     )
     times = _table("Milliseconds per step", "mean over steps and workers", "total", *PHASES)
@@ -44,8 +45,8 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def _table(title: str, caption: str, *headings: str) -> Table:
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("codec", overflow="fold")
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("codec", overflow="fold", min_width=10)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

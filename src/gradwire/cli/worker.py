@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from .report import show, write_json
 
 def run(settings: Settings) -> None:
     """Train once per codec; rank 0 shows the progress and the figures."""
+    # Of convolutions with one input channel; it says itself that it is not an error.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     task = tasks.find(settings.task)(Path(settings.data_dir))
