@@ -5,6 +5,7 @@ u = g + γe  ─►  convert  ─►  compress  ─►  frame          e ← u �
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,9 +55,15 @@ class Codec:
     def __hash__(self) -> int:
         return hash(self.spec)
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether frames depend on the seed."""
+        return bool(getattr(self.converter, "stochastic", False))
+
     def max_frame_bytes(self, tensor: torch.Tensor) -> int:
-        """What `encode_into` may write at most: the tensor as it is, a header, and room for wide stores."""
-        return tensor.numel() * max(4, tensor.dtype.itemsize) + 512 + 10 * tensor.dim()
+        """What `encode_into` may write at most: the tensor as it is or, segmented, five bytes an entry; a header; room
+        for wide stores."""
+        return tensor.numel() * max(5, tensor.dtype.itemsize) + 512 + 10 * tensor.dim()
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> bytes:
         """The frame of a tensor of any shape, dtype and device."""
@@ -82,26 +89,27 @@ class Codec:
         `segments`: the tensor is several small ones laid end to end, with these lengths.
         """
         tensor = _checked(tensor)
+        segments = _checked_segments(segments, tensor)
         _check_out(out, self.max_frame_bytes(tensor))
+        if not math.isfinite(decay) or decay < 0:
+            raise GradwireError(f"decay must be a number from 0 on, usually up to 1, not {decay}")
         if residual_out is None:
             residual_out = residual
         for memory in (residual, residual_out):
             _check_residual(memory, tensor)
-        if segments and sum(segments) != tensor.numel():
-            raise GradwireError(f"segments add up to {sum(segments)}, the tensor has {tensor.numel()} entries")
-
         flat = tensor.reshape(-1).contiguous()
         gradient = flat.float() if tensor.dtype in CONVERTIBLE else None
         if gradient is None or not flat.numel():
+            _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
-        job = Job(gradient, tensor.dtype, _flat(residual), _flat(residual_out), decay, seed, tuple(segments))
+        job = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
         try:
             if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
                 job.require_finite()
             return self._encode_finite(job, tensor, out)
         except NonFinite:
-            if job.memory is not None and job.memory_out is not None and not job.in_place:
-                job.memory_out.copy_(job.memory)
+            if not job.in_place:
+                _keep(job.memory, job.memory_out)
             finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
             return _frame_of_stored(flat, tensor, out, 0 if finite else wire.NONFINITE)
 
@@ -118,6 +126,12 @@ class Codec:
             out[exact : exact + length] = out[start : start + length].clone()
         flags = wire.SEGMENTED if job.segments and self.converter.wire_id == wire.MINIFLOAT else 0
         return wire.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
+
+
+def _keep(memory: torch.Tensor | None, memory_out: torch.Tensor | None) -> None:
+    """Nothing was quantized: the memory stays what it was."""
+    if memory_out is not None:
+        memory_out.copy_(memory) if memory is not None else memory_out.zero_()
 
 
 def _frame_of_stored(flat: torch.Tensor, tensor: torch.Tensor, out: torch.Tensor, flags: int) -> int:
@@ -137,10 +151,20 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
         raise GradwireError(f"a frame holds at most {wire.MAX_RANK} dimensions, not {tensor.dim()}: flatten first")
     if tensor.device.type == "meta":
         raise GradwireError("a tensor on the meta device has no values to encode")
-    return tensor.detach()
+    return tensor.detach().resolve_neg()
+
+
+def _checked_segments(segments: Sequence[int], tensor: torch.Tensor) -> tuple[int, ...]:
+    """As plain numbers, without empty ones: they have nothing to say."""
+    lengths = [int(n) for n in segments]
+    if lengths and (min(lengths) < 0 or sum(lengths) != tensor.numel()):
+        raise GradwireError(f"segments must be lengths that add up to the {tensor.numel()} entries of the tensor")
+    return tuple(n for n in lengths if n)
 
 
 def _check_out(out: torch.Tensor, needed: int) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise GradwireError(f"out must be a uint8 tensor, got {type(out).__name__}")
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device.type != "cpu":
         raise GradwireError("out must be a flat, contiguous uint8 tensor on the CPU")
     if out.numel() < needed:
@@ -150,6 +174,8 @@ def _check_out(out: torch.Tensor, needed: int) -> None:
 def _check_residual(memory: torch.Tensor | None, tensor: torch.Tensor) -> None:
     if memory is None:
         return
+    if not isinstance(memory, torch.Tensor):
+        raise GradwireError(f"residual must be a tensor, got {type(memory).__name__}")
     if memory.dtype != torch.float32 or memory.numel() != tensor.numel() or not memory.is_contiguous():
         raise GradwireError("residual must be a contiguous fp32 tensor with as many entries as the gradient")
     if memory.device != tensor.device:
@@ -196,6 +222,10 @@ def decode(
         if header.elements > max_elements:
             raise FrameError(f"frame declares {header.elements} elements; the limit is max_elements={max_elements}")
         out = _allocate(header, payload, device)
+    elif not isinstance(out, torch.Tensor) or out.layout != torch.strided or out.device.type == "meta" or out.is_neg():
+        raise GradwireError("out must be an ordinary dense tensor")
+    elif any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise GradwireError("out is an expanded tensor, whose entries share memory: clone it first")
     elif out.shape != header.shape or out.dtype != header.dtype:
         raise FrameError(f"out is {out.dtype} of shape {tuple(out.shape)}, the frame {header.dtype} of {header.shape}")
     decode_payload(header, payload, out)

@@ -14,6 +14,7 @@ For every bucket that DDP hands us (`State.reduce`):
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
 import fnmatch
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,7 @@ class State:
             pieces = self._pieces(bucket)
             key = (bucket.index(), bucket.buffer().numel())
             block, length = self._encode(key, pieces)
-            ticket = self.exchange.start(key, block, length)
+            ticket = self.exchange.start(key, block, length, _fingerprint(pieces))
             self._pending.append(Pending(bucket.buffer(), pieces, ticket, future))
             while self._pending and (bucket.is_last() or self.exchange.ready(self._pending[0].ticket)):
                 self._finish(self._pending.pop(0))
@@ -108,12 +109,14 @@ class State:
         return future
 
     def _pieces(self, bucket: dist.GradBucket) -> list[Piece]:
+        if bucket.buffer().layout != torch.strided:
+            raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
         shared: dict[str, Piece] = {}
         single: list[Piece] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._name_of(parameter)
             chosen = self._recipe_of(name)
-            if gradient.numel() >= SMALL:
+            if gradient.numel() >= SMALL or chosen.codec.stochastic:
                 single.append(Piece(chosen, [name], [gradient]))
             else:
                 piece = shared.setdefault(str(chosen), Piece(chosen, [], []))
@@ -146,8 +149,9 @@ class State:
 
     def _encode_piece(self, piece: Piece, out: torch.Tensor) -> int:
         """Correct, convert, compress: one frame."""
+        # Other random numbers for every step, rank and parameter, and the same ones in a repeated or resumed run.
+        seed = (self.steps << 32) + zlib.crc32(f"{self.exchange.rank}:{piece.names[0]}".encode())
         codec, decay = piece.recipe.codec, piece.recipe.decay
-        seed = (self.steps << 32) + (self.exchange.rank << 24) + len(self._pending)
         pairs = (
             [self.residual.buffers(n, g) for n, g in zip(piece.names, piece.gradients, strict=True)] if decay else []
         )
@@ -253,11 +257,19 @@ def _decode_small(
             gradient.copy_(shaped)
 
 
+def _fingerprint(pieces: list[Piece]) -> int:
+    """A number that differs where ranks would send different parameters, or code them differently."""
+    text = ";".join(f"{p.recipe}:{p.names}:{[tuple(g.shape) for g in p.gradients]}" for p in pieces)
+    return zlib.crc32(text.encode())
+
+
 def _recipes(spec: Spec) -> dict[str, Recipe]:
     if isinstance(spec, str):
         return {"*": recipe(spec)}
     if not isinstance(spec, Mapping) or not spec:
         raise SpecError("a spec is a string, or a dict from patterns of parameter names to strings")
+    if not all(isinstance(pattern, str) for pattern in spec):
+        raise SpecError("the patterns of a dict spec are strings such as '*.bias'")
     return {pattern: recipe(s) for pattern, s in spec.items()}
 
 

@@ -51,20 +51,34 @@ class AllGather:
         self._capacity: dict[Hashable, int] = {}
         self._blocks: dict[tuple[Hashable, str], torch.Tensor] = {}
 
-    def start(self, key: Hashable, block: torch.Tensor, length: int) -> Ticket:
-        """Send block[:8+length], whose first eight bytes are left for us; block needs room for padding."""
+    def start(self, key: Hashable, block: torch.Tensor, length: int, fingerprint: int = 0) -> Ticket:
+        """Send block[:8+length], whose first eight bytes are left for us; block needs room for padding.
+
+        Ranks whose `fingerprint` of what they are about to send differs are told so the first time.
+        """
         struct.pack_into("<Q", block.numpy(), 0, length)
         used = PREFIX + length
         if key not in self._capacity:
-            lengths = self._all_gather(torch.tensor([used], dtype=torch.int64).view(torch.uint8), key, "lengths")
-            self._wait(lengths[1])
-            self._capacity[key] = _capacity(int(lengths[0].cpu().view(torch.int64).max()))
+            self._capacity[key] = _capacity(self._agree(key, used, fingerprint))
         capacity = self._capacity[key]
         sent = block[:capacity]
         if len(sent) < capacity:
             sent = torch.cat([sent, sent.new_zeros(capacity - len(sent))])
         gathered, work = self._all_gather(sent, key, "first")
         return Ticket(key, block[:used], capacity, gathered, work)
+
+    def _agree(self, key: Hashable, used: int, fingerprint: int) -> int:
+        """The longest block of all ranks, which must be about to send the same things."""
+        gathered, work = self._all_gather(torch.tensor([used, fingerprint]).view(torch.uint8), key, "lengths")
+        self._wait(work)
+        lengths, fingerprints = gathered.cpu().view(torch.int64).view(self.world, 2).unbind(1)
+        for rank, other in enumerate(fingerprints.tolist()):
+            if other != fingerprint:
+                raise AggregateError(
+                    f"rank {rank} sends other parameters, or with other recipes, than rank {self.rank}: "
+                    f"all ranks must have the same model and the same spec"
+                )
+        return int(lengths.max())
 
     def ready(self, ticket: Ticket) -> bool:
         """Whether `finish` would neither wait nor start a second round, whose place in the order is fixed."""

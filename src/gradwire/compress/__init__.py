@@ -24,6 +24,7 @@ CODERS = {"raw": RAW, "huffman": HUFFMAN, "rans": RANS}
 MODELS = {"auto": (GENNORM, HISTOGRAM), "gennorm": (GENNORM,), "histogram": (HISTOGRAM,)}
 COARSE, FINE, FINEST = 8, 12, 14  # bits of precision; 8-bit tables decode half as fast again
 SMALL_ALPHABET = 16  # symbols
+SMALLEST_RANS = 32  # bits beside those of the symbols: the layout and one state
 # From this size on a coarse table may cost this factor in bytes: what it saves in decoding is worth that many bytes
 # on any link above 100 Mbit/s. Smaller tensors need the margin for their headers.
 LARGE, TOLERANCE = 1 << 20, 1.006
@@ -103,7 +104,7 @@ def choose(
     least = min(bits for bits, *_ in found)
     limit = least * TOLERANCE if total >= LARGE else least
     bits, model, precision, frequencies = next(candidate for candidate in found if candidate[0] <= limit)
-    if bits >= best.expected_bits:
+    if bits + (SMALLEST_RANS if coder == RANS else 0) >= best.expected_bits:
         return best
     parameters = histogram.pack(frequencies, fmt.zero_symbol) if model == HISTOGRAM else bytes([beta_index, zero_mass])
     return Coding(coder, model, precision, parameters, frequencies, bits)
@@ -160,13 +161,18 @@ def read_head(reader: Reader, fmt: Format) -> Coding:
     return Coding(coder, model, precision, frequencies=frequencies)
 
 
+def read_constant(reader: Reader, fmt: Format) -> int:
+    """The symbol that all entries have."""
+    symbol = reader.byte()
+    if symbol >= fmt.symbols or reader.rest():
+        raise FrameError("invalid constant")
+    return symbol
+
+
 def decode(reader: Reader, fmt: Format, count: int, coding: Coding) -> np.ndarray:
     """The symbols behind a head that `read_head` has read."""
     if coding.coder == CONSTANT:
-        symbol = reader.byte()
-        if symbol >= fmt.symbols or reader.rest():
-            raise FrameError("invalid constant")
-        return np.full(count, symbol, dtype=np.uint8)
+        return np.full(count, read_constant(reader, fmt), dtype=np.uint8)
     data = reader.rest()
     if coding.coder == RAW:
         return kernels.unpack_bits(data, count, raw_width(fmt.symbols), fmt.symbols)

@@ -7,7 +7,7 @@ import torch
 
 from ..errors import FrameError
 from ..wire import CAST, DTYPES, Header
-from .job import Job, combine
+from .job import Job, combine, limit_to, require_finite
 
 TARGETS = (torch.float16, torch.bfloat16)
 
@@ -20,12 +20,11 @@ class Cast:
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
         job.require_finite()
-        limit = torch.finfo(self.target).max
         u = job.compensated()
-        sent = u.clamp(-limit, limit).to(self.target)
+        require_finite(u)  # a memory that is not would spoil the frame
+        sent = limit_to(u, self.target)
         if job.memory_out is not None:
-            # The receiver sees the value in the tensor's own dtype.
-            torch.sub(u, sent.to(job.dtype).float(), out=job.memory_out)
+            torch.sub(u, limit_to(sent.float(), job.dtype).float(), out=job.memory_out)
         length = 1 + 2 * job.count
         out[0] = DTYPES.index(self.target)
         out[1:length] = sent.cpu().view(torch.uint8)
@@ -35,7 +34,10 @@ class Cast:
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
     count = header.elements
     target = DTYPES[int(payload[0])] if len(payload) and payload[0] < len(DTYPES) else None
-    if target not in TARGETS or len(payload) != 1 + 2 * count:
+    always_stored = not count or not header.dtype.is_floating_point
+    if target not in TARGETS or len(payload) != 1 + 2 * count or always_stored:
         raise FrameError("damaged cast frame")
-    # Copied: the payload may start at an odd address.
-    combine(torch.from_numpy(payload[1:].copy()).view(target).to(header.dtype), out, weight, accumulate)
+    # Copied, since the payload may start at an odd address,
+    # and limited once more: bf16 rounds the largest numbers of fp16 beyond its range.
+    sent = torch.from_numpy(payload[1:].copy()).view(target).float()
+    combine(limit_to(sent, header.dtype), out, weight, accumulate)

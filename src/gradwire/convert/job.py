@@ -17,12 +17,16 @@ class NonFinite(Exception):
 @dataclass
 class Job:
     gradient: torch.Tensor  # flat fp32, contiguous
-    dtype: torch.dtype  # of the tensor that the receiver gets back
+    original: torch.Tensor  # the same in the dtype that the receiver gets back
     memory: torch.Tensor | None = None  # e, flat fp32
     memory_out: torch.Tensor | None = None  # where e goes; may be `memory` itself
     decay: float = 1.0
     seed: int = 0
     segments: tuple[int, ...] = ()  # lengths of the tensors that were laid end to end; () for one tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.original.dtype
 
     @property
     def count(self) -> int:
@@ -37,17 +41,12 @@ class Job:
             and self.memory.data_ptr() == self.memory_out.data_ptr()
         )
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(kernels.absmax(self.gradient))
-
     def compensated(self) -> torch.Tensor:
         """u = g + decay·e."""
         return kernels.compensate(self.gradient, self.memory, self.decay)
 
     def require_finite(self) -> None:
-        if not self.finite:
-            raise NonFinite
+        require_finite(self.gradient)
 
     def take_back(self, sent: torch.Tensor) -> None:
         """Undo e ← g + decay·e − sent on the entries that were sent, to fp32 rounding."""
@@ -60,7 +59,19 @@ class Job:
             return None if t is None else t[start:stop]
 
         memory, memory_out = cut(self.memory), cut(self.memory_out)
-        return Job(self.gradient[start:stop], self.dtype, memory, memory_out, self.decay, self.seed + start)
+        part = slice(start, stop)
+        return Job(self.gradient[part], self.original[part], memory, memory_out, self.decay, self.seed + start)
+
+
+def require_finite(u: torch.Tensor) -> None:
+    if not math.isfinite(kernels.absmax(u)):
+        raise NonFinite
+
+
+def limit_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 numbers in another dtype, those beyond its finite range at the end of it."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.clamp(-limit, limit).to(dtype)
 
 
 def combine(values: torch.Tensor, out: torch.Tensor, weight: float, accumulate: bool) -> None:

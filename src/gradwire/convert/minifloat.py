@@ -22,7 +22,7 @@ from ..fields import Reader, bfloat16, varint
 from ..formats import PRESETS, SPECIALS, Format
 from ..models import gennorm
 from ..wire import MINIFLOAT, SEGMENTED, Header
-from .job import Job, NonFinite, combine
+from .job import Job, NonFinite, combine, limit_to
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried
@@ -51,19 +51,21 @@ def fit(fmt: Format, sample: torch.Tensor) -> Fit | None:
     zeros = 1 - nonzero / sample.numel()
     zero_mass = min(gennorm.ZERO_STEPS - 1, round(zeros * gennorm.ZERO_STEPS))
     step = _round_step(mean_abs * gennorm.step_over_mean(fmt, index))
-    return Fit(_try_others(fmt, sample, step), index, zero_mass)
+    entries = sample if nonzero == sample.numel() else sample[sample != 0]  # zeros cost no error at any step
+    return Fit(_try_others(fmt, entries, step), index, zero_mass)
 
 
-def _try_others(fmt: Format, sample: torch.Tensor, step: float) -> float:
+def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
     """A step that suits the sample clearly better than the model's, if there is one nearby.
 
-    A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved.
+    A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. Part of the sample
+    proposes a step, all of it decides: the part may have missed the outliers that matter.
     """
-    others = [step * 2.0 ** (quarter / 4) for quarter in range(-8, 5) if quarter]
-    few = sample[:: max(1, sample.numel() // SCANNED)].contiguous()
-    own, *errors = kernels.squared_errors(few, [step, *others], fmt)
+    others = [_round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
+    errors = kernels.squared_errors(entries[:: max(1, entries.numel() // SCANNED)].contiguous(), others, fmt)
     best = min(range(len(others)), key=errors.__getitem__)
-    return _round_step(others[best]) if errors[best] < own * CLEARLY else step
+    own, other = kernels.squared_errors(entries, [step, others[best]], fmt)
+    return others[best] if other < own * CLEARLY else step
 
 
 def _round_step(step: float) -> float:
@@ -77,8 +79,7 @@ def values(fmt: Format, step: float, dtype: torch.dtype) -> torch.Tensor:
     """What each symbol stands for, as fp32: one rounded product, then the tensor's own dtype."""
     with np.errstate(over="ignore", under="ignore"):
         exact = torch.from_numpy(fmt.levels.astype(np.float32) * np.float32(step))
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return exact.clamp(-limit, limit).to(dtype).float()
+    return limit_to(exact, dtype).float()
 
 
 class Minifloat:
@@ -185,7 +186,7 @@ class Minifloat:
         pieces, fits, position = [], [], 0
         for length in job.segments:
             part = job.slice(position, position + length)
-            found = self.fit(part, part.compensated()) if length else None
+            found = self.fit(part, part.compensated())
             step = found.step if found else 1.0
             side += varint(length) + bfloat16(step)
             pieces.append(
@@ -268,13 +269,26 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         and _decode_fused(header, reader, fmt, segments[0][1], coding, out, weight, accumulate)
     ):
         return
+    if coding.coder == compress.CONSTANT and not segmented:
+        value = weighted_values(fmt, segments[0][1], header.dtype, weight)[compress.read_constant(reader, fmt)]
+        combine(value.expand(count), out, 1, accumulate)
+        return
     symbols = torch.from_numpy(compress.decode(reader, fmt, count, coding))
-    position = 0
-    for length, step in segments:
-        part = slice(position, position + length)
-        decoded = kernels.dequantize(symbols[part], weighted_values(fmt, step, header.dtype, weight))
-        combine(decoded, out[part], 1, accumulate)
-        position += length
+    if segmented:
+        combine(_segment_values(fmt, symbols, segments, header.dtype), out, weight, accumulate)
+    else:
+        table = weighted_values(fmt, segments[0][1], header.dtype, weight)
+        combine(kernels.dequantize(symbols, table), out, 1, accumulate)
+
+
+def _segment_values(
+    fmt: Format, symbols: torch.Tensor, segments: list[tuple[int, float]], dtype: torch.dtype
+) -> torch.Tensor:
+    """As `values`, with the step of each entry's own segment."""
+    lengths, steps = zip(*segments, strict=True)
+    levels = kernels.dequantize(symbols, torch.from_numpy(fmt.levels.astype(np.float32)))
+    exact = levels * torch.tensor(steps, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+    return limit_to(exact, dtype).float()
 
 
 def weighted_values(fmt: Format, step: float, dtype: torch.dtype, weight: float) -> torch.Tensor:

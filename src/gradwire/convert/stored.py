@@ -7,7 +7,7 @@ import torch
 
 from ..errors import FrameError
 from ..wire import STORED, Header
-from .job import Job, combine
+from .job import Job, combine, limit_to, require_finite
 
 
 class Stored:
@@ -15,8 +15,13 @@ class Stored:
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
         job.require_finite()
+        if job.memory is None:
+            if job.memory_out is not None:
+                job.memory_out.zero_()
+            return store(job.original, out)
         u = job.compensated()
-        sent = u.to(job.dtype)
+        require_finite(u)  # a memory that is not would spoil the frame
+        sent = limit_to(u, job.dtype)
         if job.memory_out is not None:
             torch.sub(u, sent.float(), out=job.memory_out)
         return store(sent, out)

@@ -7,7 +7,7 @@ Two halves. The first is mathematics in fp64: moments, fits, the cells of a form
 minimises the squared error. The second is what coders use: **integer tables** made from the first by
 scripts/make_gennorm_tables.py and shipped, because a decoder that recomputes an incomplete gamma function
 with another libm gets another table, and garbage. At the best step the cells depend on β alone, so one
-index into the grid of β fixes step and table together.
+index into the grid of β fixes both the step (in units of E|x|) and the table.
 """
 
 from __future__ import annotations
