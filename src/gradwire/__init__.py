@@ -1,4 +1,4 @@
-"""gradwire: communication-efficient distributed and federated training for PyTorch."""
+"""gradwire: communication-efficient distributed training for PyTorch."""
 
 from . import ddp
 from .catalogue import codec, recipe, recipes

@@ -66,7 +66,10 @@ def _mean(states: list[Any]) -> Any:
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write the file whole or not at all: a crash at any moment leaves the previous one as it was."""
     content = {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}}
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=".gradwire-", dir=path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             torch.save(content, file)
@@ -98,9 +101,12 @@ def load(path: Path) -> Checkpoint:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this version of gradwire ({FORMAT!r})")
     try:
-        return Checkpoint(**content)
+        loaded = Checkpoint(**content)
     except TypeError as error:
         raise CheckpointError(f"{path} is incomplete: {error}") from error
+    if not isinstance(loaded.settings, dict) or not isinstance(loaded.error_memory, list):
+        raise CheckpointError(f"{path} was not written by gradwire train")
+    return loaded
 
 
 def digest(model: nn.Module) -> str:

@@ -71,6 +71,7 @@ class State:
         self.group = process_group
         self.residual = Residual()
         self.steps = self.frame_bytes = self.dense_bytes = 0
+        self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
         self.encode_s = self.decode_s = self.wait_s = 0.0
         self._names: dict[int, str] = {}
         self._pending: list[Pending] = []
@@ -217,10 +218,10 @@ class State:
     # ── what users see ──
 
     def stats(self) -> dict[str, float]:
-        """Totals of this rank since the start."""
+        """Totals of this rank since it was attached (or loaded); `ratio` is fp32 over frames."""
         sent = self._exchange.bytes_sent if self._exchange else 0
         return {
-            "steps": self.steps,
+            "steps": self.steps - self._steps_before,
             "frame_bytes": self.frame_bytes,
             "wire_bytes_sent": sent,
             "wire_bytes_received": sent,  # an all-gather brings as much from the peers as it takes to them
@@ -241,7 +242,7 @@ class State:
         if unknown:
             raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
         self.residual.load_state_dict(state)
-        self.steps = int(state.get("steps", 0))
+        self.steps = self._steps_before = int(state.get("steps", 0))
 
 
 def _decode_small(

@@ -7,6 +7,7 @@ purpose end here, as one line without a traceback.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,7 +23,7 @@ def build_app() -> typer.Typer:
     """Commands are imported here, and not with this package, which every worker imports."""
     app = typer.Typer(
         name="gradwire",
-        help="Communication-efficient distributed and federated training for PyTorch.",
+        help="Communication-efficient distributed training for PyTorch.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the process ends with 0, or with 1 and one line that says what to do."""
     try:
         build_app()(arguments)
-    except GradwireError as error:
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os._exit(1)
+    except (GradwireError, OSError, UnicodeError) as error:
         sys.exit(f"error: {one_line(error)}")
 
 

@@ -97,7 +97,8 @@ def _reason(processes: list[subprocess.Popen[bytes]], folder: str) -> str:
     """Why the first worker failed: the others lost it as a peer, and their errors tell nothing new."""
     for rank, process in enumerate(processes):
         if process.returncode is not None and process.returncode < 0:
-            name = signal.Signals(-process.returncode).name
+            number = -process.returncode
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             return f"worker {rank} of {len(processes)} was killed ({name}): is there enough memory?"
     reports = []
     for rank in range(len(processes)):

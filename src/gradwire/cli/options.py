@@ -12,6 +12,7 @@ from ..errors import GradwireError
 from ..tasks.settings import SHARED, Settings
 
 MINIMUM_ONE = ("workers", "epochs", "steps", "batch_size", "save_every", "threads")
+MOST_THREADS = 4096
 
 
 @dataclasses.dataclass
@@ -84,10 +85,12 @@ def _check_values(options: Options) -> None:
             raise GradwireError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise GradwireError(f"--lr must be above 0, not {options.lr}")
-    if not 0 < options.timeout < 1e9:
-        raise GradwireError(f"--timeout must be above 0 seconds, not {options.timeout}")
-    if options.seed is not None and options.seed < 0:
-        raise GradwireError(f"--seed must be 0 or more, not {options.seed}")
+    if not 0.01 <= options.timeout < 1e9:
+        raise GradwireError(f"--timeout must be 0.01 seconds or more, not {options.timeout}")
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise GradwireError(f"--seed must be from 0 to 2^63 − 1, not {options.seed}")
+    if options.threads is not None and options.threads > MOST_THREADS:
+        raise GradwireError(f"--threads must be at most {MOST_THREADS}, not {options.threads}")
     if options.epochs and options.steps:
         raise GradwireError("give --epochs or --steps, not both")
     if options.save_every and not options.save:

@@ -100,7 +100,7 @@ def main() -> None:
         run(Settings.from_json(sys.argv[1]))
         sys.stdout.flush()
     except BaseException as error:
-        on_purpose = isinstance(error, GradwireError)
+        on_purpose = isinstance(error, (GradwireError, OSError))  # a full disk or a closed pipe needs no traceback
         content = {
             "time": time.time(),
             "on_purpose": on_purpose,
