@@ -104,9 +104,11 @@ def minifloats() -> dict[str, bytes]:
 
 def segmented() -> dict[str, bytes]:
     frames, tensor = {}, torch.cat([numbers(30), 100 * numbers(20, 1), torch.zeros(10), numbers(1, 2)])
+    sides = b"".join(bytes([n]) + STEP_1 for n in (0, 3, 0, 1))
+    frames["segmented-empty"] = assemble(FP4 + bytes([4]) + sides + bytes([RAW, 0x94, 0x26]), (4,), 1, flags=SEGMENTED)
     for spec in ("co3", "co3:coder=huffman", "co3:coder=raw", "gennorm", "co3:format=e2m2b1f"):
         for dtype in FLOATS if spec == "co3" else FLOATS[:1]:
-            frame = encode_into(gradwire.codec(spec), tensor.to(dtype), segments=[30, 0, 20, 10, 1])
+            frame = encode_into(gradwire.codec(spec), tensor.to(dtype), segments=[30, 20, 10, 1])
             frames[f"segmented-{spec.replace(':', '-').replace('=', '-')}-{name_of(dtype)}"] = frame
     return frames
 
@@ -203,6 +205,8 @@ def damaged_payloads() -> dict[str, tuple[bytes, str]]:
         "cast-empty": (assemble(b"", (3,), 2), "damaged cast frame"),
         "cast-to-fp32": (assemble(bytes([0]) + bytes(6), (3,), 2), "damaged cast frame"),
         "cast-to-200": (assemble(bytes([200]) + bytes(6), (3,), 2), "damaged cast frame"),
+        "cast-of-nothing": (assemble(bytes([1]), (0,), 2), "damaged cast frame"),
+        "cast-int16": (assemble(bytes([1]) + bytes(6), (3,), 2, torch.int16), "damaged cast frame"),
         "cast-short": (assemble(bytes([1]) + bytes(5), (3,), 2), "damaged cast frame"),
         "minifloat-int32": (minifloat(FP4 + STEP_1 + raw, torch.int32), "always stored"),
         "minifloat-of-nothing": (minifloat(FP4 + STEP_1 + raw, shape=(0,)), "always stored"),

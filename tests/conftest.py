@@ -1,9 +1,9 @@
 """What all tests share: the kernels they run on, and which of them are slow.
 
-    pytest                          everything but the slow tests
-    pytest --slow                   the slow ones too: tensors of more than 2³¹ entries, up to 12 GB of memory
-    GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
-    HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
+pytest                          everything but the slow tests
+pytest --slow                   the slow ones too: tensors of more than 2³¹ entries, up to 12 GB of memory
+GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
+HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
 """
 
 from __future__ import annotations

@@ -20,10 +20,25 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import gradwire
-from helpers import DTYPES, FLOATS, SPECS, assemble, bits, gradient, plain_varint, repair, use_backend
+from helpers import (
+    DTYPES,
+    FLOATS,
+    SPECS,
+    assemble,
+    bits,
+    encode_into,
+    gradient,
+    plain_gammas,
+    plain_normalize,
+    plain_rans_encode,
+    plain_varint,
+    repair,
+    use_backend,
+)
 
 MAX_ELEMENTS = 4096
 LONGEST = 1 << 16
@@ -39,9 +54,7 @@ def valid_frames() -> list[bytes]:
                 frames.append(codec.encode(gradient(count, n).to(dtype)))
         frames.append(codec.encode(torch.zeros(50)))
         frames.append(codec.encode(gradient(100).masked_fill(torch.arange(100) % 3 > 0, 0).reshape(2, 5, 10)))
-        out = torch.empty(codec.max_frame_bytes(torch.empty(300)), dtype=torch.uint8)
-        length = codec.encode_into(gradient(300, n), out, segments=[100, 1, 0, 149, 50])
-        frames.append(bytes(out[:length].tolist()))
+        frames.append(encode_into(codec, gradient(300, n), segments=[100, 1, 149, 50]))
     for dtype in DTYPES:
         frames.append(gradwire.codec("none").encode((gradient(30) * 1e4).to(dtype)))
     frames += [several_lanes(lane_bits, chunks) for lane_bits in range(7) for chunks in (1, 2, 4)]
@@ -50,9 +63,6 @@ def valid_frames() -> list[bytes]:
 
 def several_lanes(lane_bits: int, chunks: int) -> bytes:
     """An rANS frame with more lanes and chunks than an encoder would choose."""
-    import numpy as np
-
-    from helpers import plain_gammas, plain_normalize, plain_rans_encode
 
     count, precision = 64 * chunks - 3, 8 + lane_bits
     frequencies = plain_normalize([1, 3, 9, 20, 50, 100, 50, 20, 9, 3, 1], precision)

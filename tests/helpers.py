@@ -89,7 +89,8 @@ def gradient(count: int, seed: int = 0, beta: float = 0.8, scale: float = 1e-3) 
 
 
 def encode_into(codec: gradwire.Codec, tensor: torch.Tensor, **options: object) -> bytes:
-    out = torch.full((codec.max_frame_bytes(tensor),), 0xA5, dtype=torch.uint8)
+    room = codec.max_frame_bytes(tensor) + 12 * len(options.get("segments", ()))
+    out = torch.full((room,), 0xA5, dtype=torch.uint8)
     return bytes(out[: codec.encode_into(tensor, out, **options)].tolist())
 
 

@@ -66,8 +66,6 @@ def test_non_finite_segments(backend):
 
 def test_memory_of_a_large_tensor_survives_a_nan(backend):
     """In place and beyond the size that is looked through first, it comes back to fp32 rounding."""
-    if backend == "reference":
-        pytest.skip("nothing is fused there: see the smaller sizes")
     count = 2**22 + 100
     tensor, memory = (gradient(n).repeat(count // n + 1)[:count] for n in (2000, 1000))
     tensor[count - 50] = math.nan
@@ -106,7 +104,8 @@ def test_memory_that_is_not_finite_never_makes_a_bad_frame(backend, count, bad):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_zeros_stay_zero(backend, spec, dtype):
-    for count in (1, 9, 100, 70_000 if dtype is torch.float32 else 200):
+    large = 70_000 if spec == "gennorm" or backend != "reference" else 200
+    for count in (1, 9, 100, large):
         for zero in (torch.zeros(count, dtype=dtype), -torch.zeros(count, dtype=dtype)):
             memory = torch.zeros(count)
             frame = encode_into(gradwire.codec(spec), zero, residual=memory, decay=0.9)
@@ -174,7 +173,6 @@ def test_fp64_beyond_the_range_of_fp32_travels_as_it_is(backend):
     "wrong, message",
     [
         (torch.eye(5).to_sparse(), r"layout torch\.sparse_coo: call \.to_dense\(\)"),
-        (torch.eye(5).to_sparse_csr(), r"layout torch\.sparse_csr"),
         (torch.zeros(5, dtype=torch.complex64), r"cannot encode torch\.complex64; supported: torch\.float32"),
         (torch.zeros(5).to(torch.float8_e5m2), r"cannot encode torch\.float8_e5m2"),
         (torch.zeros(5, device="meta"), "meta device has no values"),
@@ -183,7 +181,7 @@ def test_fp64_beyond_the_range_of_fp32_travels_as_it_is(backend):
         ([1.0, 2.0], r"expected a torch\.Tensor, got list"),
         (None, "got NoneType"),
     ],
-    ids=["sparse", "csr", "complex", "float8", "meta", "rank", "numpy", "list", "None"],
+    ids=["sparse", "complex", "float8", "meta", "rank", "numpy", "list", "None"],
 )
 @pytest.mark.parametrize("spec", ["none", "fp16", "co3"])
 def test_tensors_that_no_codec_takes(spec, wrong, message):
@@ -281,7 +279,7 @@ def test_huge_stored_tensors(dtype):
 @pytest.mark.slow
 @pytest.mark.skipif("reference" in str(gradwire.kernels.absmax.__module__), reason="needs the native kernels")
 def test_huge_quantized_tensors():
-    """2³¹ + 100 fp32 entries, zero but for some around 2³¹ and at both ends: about 18 GB."""
+    """2³¹ + 100 fp32 entries, zero but for some around 2³¹ and at both ends: about 11 GB."""
     places = [0, 2**30, 2**31 - 1, 2**31, 2**31 + 1, HUGE - 1]
     tensor = torch.zeros(HUGE)
     tensor[places] = 0.25

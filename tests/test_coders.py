@@ -40,7 +40,7 @@ def test_native_module_is_here():
 
 
 @st.composite
-def coded(draw: st.DrawFn, longest: int = 300) -> tuple[np.ndarray, np.ndarray, int]:
+def coded(draw: st.DrawFn, shortest: int = 1, longest: int = 300) -> tuple[np.ndarray, np.ndarray, int]:
     """(symbols, frequencies, precision): an alphabet in which some symbols may have no frequency."""
     size, precision = draw(st.integers(1, 255)), draw(st.integers(8, 14))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -50,7 +50,7 @@ def coded(draw: st.DrawFn, longest: int = 300) -> tuple[np.ndarray, np.ndarray, 
         counts[rng.random(size) < draw(st.floats(0, 1))] = 0
     counts[rng.integers(size)] += 1
     frequencies = histogram.normalize(counts, precision)
-    count = draw(st.integers(0, longest))
+    count = draw(st.integers(shortest, longest))
     symbols = rng.choice(size, size=count, p=frequencies / 2**precision).astype(np.uint8)
     return symbols, frequencies, precision
 
@@ -133,7 +133,7 @@ def test_raw_round_trip(backend, symbols, width):
     assert kernels.unpack_bits(memoryview(packed), len(symbols), width, 2**width).tolist() == symbols.tolist()
 
 
-@given(coded())
+@given(coded(shortest=0))
 def test_huffman_round_trip(backend, case):
     symbols, frequencies, _ = case
     if np.count_nonzero(frequencies) < 2:
@@ -151,11 +151,29 @@ def test_rans_round_trip(backend, case, lanes):
     symbols, frequencies, precision = case
     chunk = kernels.rans_encode_chunk(symbols, frequencies, precision, lanes)
     assert chunk == plain_rans_encode(symbols.tolist(), frequencies.tolist(), precision, lanes)
-    if len(symbols):
-        decoded = kernels.rans_decode_chunk(memoryview(chunk), len(symbols), frequencies, precision, lanes)
-        assert decoded.tolist() == symbols.tolist()
-        plain = plain_rans_decode(chunk, len(symbols), frequencies.tolist(), precision, lanes)
-        assert plain == symbols.tolist()
+    decoded = kernels.rans_decode_chunk(memoryview(chunk), len(symbols), frequencies, precision, lanes)
+    assert decoded.tolist() == symbols.tolist()
+    assert plain_rans_decode(chunk, len(symbols), frequencies.tolist(), precision, lanes) == symbols.tolist()
+
+
+@given(case=coded(longest=700), lanes=st.sampled_from(LANES), size=st.sampled_from([64, 128, 192, 640, 704]))
+def test_rans_round_trip_of_several_chunks(backend, case, lanes, size):
+    symbols, frequencies, precision = case
+    parts = [symbols[i : i + size] for i in range(0, len(symbols), size)]
+    expected = [reference.rans_encode_chunk(part, frequencies, precision, lanes) for part in parts]
+    out = np.full(rans.room(len(symbols), len(parts)), 0xA5, dtype=np.uint8)
+    lengths = kernels.rans_encode(symbols, size, frequencies, precision, lanes, out)
+    body = bytes(out[: sum(lengths)])
+    assert (lengths, body) == ([len(chunk) for chunk in expected], b"".join(expected))
+    decoded = np.zeros_like(symbols)
+    kernels.rans_decode(memoryview(body), lengths, size, frequencies, precision, lanes, decoded)
+    assert decoded.tolist() == symbols.tolist()
+    # One chunk damaged among several, which may be decoded side by side: an error, whichever it is.
+    for i in range(len(lengths)):
+        damaged_body, middle = bytearray(body), sum(lengths[:i])
+        damaged_body[middle + 2] = 0xFF  # a state beyond 2²²
+        with pytest.raises(FrameError):
+            kernels.rans_decode(memoryview(damaged_body), lengths, size, frequencies, precision, lanes, decoded)
 
 
 @pytest.mark.parametrize("precision", range(8, 15))
@@ -197,7 +215,7 @@ def test_rans_lengths_around_whole_chunks(backend, count):
     symbols = np.random.default_rng(0).choice(9, size=count, p=f / 256).astype(np.uint8)
     expected_bits = 2.5 * count
     lane_bits, chunks = check_layout(count, expected_bits)
-    data = rans.encode(symbols, f, 8, expected_bits)
+    data = bytes(rans.encode(symbols, f, 8, expected_bits))
     assert data[:2] == bytes([lane_bits | 128, chunks]) if chunks > 1 else data[0] == lane_bits
     assert np.array_equal(rans.decode(memoryview(data), count, f, 8), symbols)
 
@@ -209,8 +227,6 @@ def test_rans_lengths_around_whole_chunks(backend, count):
 def test_any_coder_with_any_symbols(backend, case, coder, name):
     fmt = parse_format(name)
     symbols = (case[0] % fmt.symbols).astype(np.uint8)
-    if not len(symbols):
-        return
     counts = np.bincount(symbols, minlength=fmt.symbols)
     coding = compress.choose(
         fmt, counts, len(symbols), compress.CODERS[coder], compress.MODELS["auto"], beta_index=60, zero_mass=3
@@ -343,8 +359,6 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 def test_damage_is_an_error_or_other_symbols(backend, case, lanes, seed):
     symbols, frequencies, precision = case
     count, rng = len(symbols), np.random.default_rng(seed)
-    if not count:
-        return
     chunk = damaged(kernels.rans_encode_chunk(symbols, frequencies, precision, lanes), rng)
     args = memoryview(chunk), count, frequencies, precision, lanes
     got = outcome(kernels.rans_decode_chunk, *args)
@@ -407,6 +421,23 @@ def test_moments_and_absmax(backend, count):
         assert total == pytest.approx(float(x.double().abs().sum()), rel=count * 2.0**-53 + 1e-15)
         assert square == pytest.approx(float(x.double().square().sum()), rel=count * 2.0**-53 + 1e-15)
         assert kernels.absmax(x) == reference.absmax(x)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 65_536, 65_537, 65_600, 300_001])
+def test_sample_is_the_references(backend, count):
+    grad, memory = gradient(count), gradient(count, 1)
+    for arguments in ((grad, None, 0.0), (grad, memory, 0.9), (grad * 1e38, memory * 1e38, 1.0)):
+        assert bits(kernels.sample(*arguments)) == bits(reference.sample(*arguments))
+
+
+@pytest.mark.parametrize("name", ["fp4", "e2m1", "fp8", "e4m3", "e3m0b2", "ue3m2b4"])
+def test_squared_errors(backend, name):
+    """Of the values that would be sent, in fp64, up to the order of the sum."""
+    fmt, x = parse_format(name), gradient(5000)
+    steps = [float(np.float32(s)) for s in (1e-6, 3e-4, 1e-3, 0.1)]
+    for step, found in zip(steps, kernels.squared_errors(x, steps, fmt), strict=True):
+        sent = fmt.levels[kernels.to_symbols(x, step, fmt).numpy()] * step
+        assert found == pytest.approx(((x.double().numpy() - sent) ** 2).sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
