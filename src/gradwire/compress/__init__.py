@@ -87,7 +87,7 @@ def choose(
     share = counts * (total / counts.sum())
     used = counts > 0
     found = []
-    for precision in _precisions(coder, len(counts)):
+    for precision in _precisions(coder, len(counts), total):
         for model in models:
             if model == HISTOGRAM:
                 frequencies = histogram.normalize(counts, precision)
@@ -115,10 +115,13 @@ def finest_precision(symbols: int) -> int:
     return FINE if symbols <= SMALL_ALPHABET else FINEST
 
 
-def _precisions(coder: int, symbols: int) -> tuple[int, ...]:
+def _precisions(coder: int, symbols: int, total: int) -> tuple[int, ...]:
     """The fast one first; it loses bits on skewed symbols, and huffman gains nothing from it."""
-    fast = symbols <= SMALL_ALPHABET and coder != HUFFMAN
-    return (COARSE, finest_precision(symbols)) if fast else (finest_precision(symbols),)
+    finest = finest_precision(symbols)
+    if symbols > SMALL_ALPHABET or coder == HUFFMAN:
+        return (finest,)
+    # On small tensors the size of the table itself counts.
+    return (COARSE, finest) if total >= LARGE else (COARSE, finest - 1, finest)
 
 
 def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
