@@ -59,7 +59,7 @@ Stream make_stream(Floats gradient, const std::optional<Floats>& memory, std::op
 }
 
 std::unique_ptr<RansTable> make_table(Ints frequencies, int precision) {
-    require(precision >= 1 && precision <= kMaxPrecision && frequencies.size() <= kMaxSymbols, "bad frequency table");
+    require(precision >= 8 && precision <= kMaxPrecision && frequencies.size() <= kMaxSymbols, "bad frequency table");
     int64_t total = 0;
     for (size_t i = 0; i < frequencies.size(); i++) {
         require(frequencies.data()[i] >= 0 && frequencies.data()[i] <= 1 << precision, "bad frequency");
