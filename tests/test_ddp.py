@@ -182,7 +182,8 @@ def test_replicas_stay_identical(good):
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests[0])) == STEPS, "every step changes the model"
     losses = [result["train"]["losses"] for result in good]
-    assert sum(sum(part[-10:]) for part in losses) < 0.7 * sum(sum(part[:10]) for part in losses), "it learns"
+    first, last = (sum(sum(part) for part in parts) for parts in ([x[:10] for x in losses], [x[-10:] for x in losses]))
+    assert last < (0.7 if STEPS == 100 else 0.9) * first, "it learns"
 
 
 def test_buckets_are_rebuilt_and_several(good):
