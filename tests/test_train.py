@@ -51,7 +51,13 @@ def figures(path: Path, *arguments: str, command: list[str] = COMMAND) -> dict[s
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a session of its own, as a shell starts it; whatever happens, nothing is left of it."""
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         yield process
@@ -244,8 +250,8 @@ def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: 
         ("--workers 0", "--workers must be at least 1, not 0"),
         ("--batch-size -3", "--batch-size must be at least 1, not -3"),
         ("--lr 0", "--lr must be above 0"),
-        ("--seed -1", "--seed must be 0 or more"),
-        ("--timeout 0", "--timeout must be above 0"),
+        ("--seed -1", "--seed must be from 0"),
+        ("--timeout 0", "--timeout must be 0.01 seconds or more"),
         ("--epochs 2 --steps 10", "give --epochs or --steps, not both"),
         ("--save-every 10", "--save-every needs --save FILE"),
         ("--save a.pt --codec none --codec co3", "give one --codec"),

@@ -117,6 +117,11 @@ class Minifloat:
         found = self.fit(job, sample)
         step = found.step if found else 1.0
         side = _pack_format(self.format) + bfloat16(step)
+        if found is None:  # all entries are zero
+            if job.memory_out is not None:
+                job.memory_out.zero_()
+            zero = compress.Coding(compress.CONSTANT, parameters=bytes([self.format.zero_symbol]))
+            return _write(out, side, zero.head)
         seed = job.seed if self.stochastic else None
         counts = self._sample_counts(sample, step, seed)
         coding = self._choose(counts, job.count, found)
