@@ -14,11 +14,10 @@
 
 #include <cstdint>
 
+#include "quantize.h"
+
 namespace gradwire {
 namespace {
-
-// The hot functions are small, but used by several templates; the compiler would rather call them.
-#define GRADWIRE_INLINE [[gnu::always_inline]] inline
 
 using Int = __m256i;
 using Float = __m256;

@@ -94,14 +94,13 @@ std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optio
     require(chunk > 0 && s.count > 0, "empty");
     require(table->symbols == q.symbols, "frequencies do not fit the format");
     size_t chunks = (s.count + chunk - 1) / chunk;
-    require(out.size() >= 2 * s.count + 3 * size_t(lanes) * chunks + 64, "out is too small");
+    require(out.size() >= rans_bound(s.count, lanes, chunks), "out is too small");
     nb::gil_scoped_release release;
     std::unique_ptr<uint8_t[]> scratch(new uint8_t[std::min(chunk, s.count)]);
     std::vector<size_t> lengths;
     uint8_t* p = out.data();
     for (size_t i = 0; i < s.count; i += chunk) {
-        Stream part = {s.gradient + i, s.memory ? s.memory + i : nullptr, s.memory_out ? s.memory_out + i : nullptr,
-                       std::min(chunk, s.count - i), i};
+        const Stream part = s.part(i, std::min(chunk, s.count - i));
         Coded coded = kernels().quantize_rans(q, part, *table, lanes, p, scratch.get());
         if (coded.entries) lengths.push_back(coded.bytes);
         if (coded.entries < part.count) return {lengths, i + coded.entries};
@@ -116,7 +115,7 @@ std::vector<size_t> rans_encode(Bytes symbols, Ints frequencies, int precision, 
     require_lanes(lanes);
     require(chunk > 0, "empty chunks");
     const size_t n = symbols.size(), chunks = (n + chunk - 1) / chunk;
-    require(out.size() >= 2 * n + 3 * size_t(lanes) * chunks + 64, "out is too small");
+    require(out.size() >= rans_bound(n, lanes, chunks), "out is too small");
     uint8_t largest = 0;
     for (size_t i = 0; i < n; i++) largest = std::max(largest, symbols.data()[i]);
     require(largest < table->symbols, "symbol out of range");
@@ -170,7 +169,6 @@ bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, 
 
 NB_MODULE(_native, m) {
     m.def("use", [](const std::string& name) { return use_kernels(name.c_str()); });
-    m.def("in_use", [] { return std::string(kernels().name); });
     m.def("available", [] {
         std::vector<std::string> names;
         for (const char* const* n = available_kernels(); *n; n++) names.emplace_back(*n);

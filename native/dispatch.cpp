@@ -1,5 +1,4 @@
 // Which kernels this machine can run, and which are in use.
-#include <cstdlib>
 #include <cstring>
 
 #include "kernels.h"

@@ -31,6 +31,11 @@ struct Stream {
     float* memory_out;
     size_t count;
     uint64_t first;  // index of the first entry, for the random numbers
+
+    Stream part(size_t start, size_t n) const {
+        return {gradient + start, memory ? memory + start : nullptr, memory_out ? memory_out + start : nullptr, n,
+                first + start};
+    }
 };
 
 // Frequencies of a model in the forms that encoders and decoders want.
@@ -69,7 +74,7 @@ struct Kernels {
     uint32_t (*absmax_bits)(const float* x, size_t n);  // bit pattern of max |x|; NaN counts as largest
     void (*quantize)(const Quantizer& q, const Stream& s, uint8_t* symbols);
     double (*squared_error)(const Quantizer& q, const float* u, size_t n);
-    // Both write a chunk to `out`, which has room for rans_bound(count, lanes).
+    // Both write a chunk to `out`, which has room for rans_bound(count, lanes, 1).
     size_t (*rans_encode)(const RansTable& t, const uint8_t* symbols, size_t count, int lanes, uint8_t* out);
     Coded (*quantize_rans)(const Quantizer& q, const Stream& s, const RansTable& t, int lanes, uint8_t* out,
                            uint8_t* scratch);
@@ -78,7 +83,7 @@ struct Kernels {
 };
 
 // Every symbol emits at most two bytes; the rest is the states and room for one wide store.
-inline size_t rans_bound(size_t count, int lanes) { return 2 * count + 3 * lanes + 64; }
+inline size_t rans_bound(size_t count, int lanes, size_t chunks) { return 2 * count + 3 * size_t(lanes) * chunks + 64; }
 
 extern const Kernels portable_kernels;
 #ifdef GRADWIRE_X86

@@ -12,6 +12,9 @@
 
 #include "kernels.h"
 
+// The hot functions of the vector kernels are small, but used by several templates; the compiler would rather call them.
+#define GRADWIRE_INLINE [[gnu::always_inline]] inline
+
 namespace gradwire {
 namespace {  // one copy per instruction set: an inline function with one name could be linked from the wrong one
 
@@ -117,6 +120,12 @@ inline void quantize_loop(const Quantizer& quantizer, const Stream& s, uint8_t* 
         s.memory ? quantize_loop<true, true>(q, s, symbols) : quantize_loop<false, true>(q, s, symbols);
     else
         s.memory ? quantize_loop<true, false>(q, s, symbols) : quantize_loop<false, false>(q, s, symbols);
+}
+
+// fp4's magnitudes are 0, .5, 1, 1.5, 2, 3: evenly spaced up to 2, so that rounding 2|y| to an integer does it up to
+// 4, and one comparison does the rest: vector kernels have a short cut for it. (2.5 is a tie between 2, twice the spacing there, and 3: it goes to 2.)
+inline bool is_fp4(const Quantizer& q) {
+    return q.has_sign && q.mantissa == 1 && q.min_exponent == 0 && q.top_index == 5 && !q.stochastic;
 }
 
 inline uint32_t absmax_bits_loop(const float* x, size_t n) {

@@ -144,12 +144,6 @@ size_t rans_encode(const RansTable& t, const uint8_t* symbols, size_t count, int
 
 // ── conversion to fp4 in the same pass ──
 
-// fp4's magnitudes are 0, .5, 1, 1.5, 2, 3: evenly spaced up to 2, so that rounding 2|y| to an integer does it up to
-// 4, and one comparison does the rest. (2.5 is a tie between 2, twice the spacing there, and 3: it goes to 2.)
-bool is_fp4(const Quantizer& q) {
-    return q.has_sign && q.mantissa == 1 && q.min_exponent == 0 && q.top_index == 5 && !q.stochastic;
-}
-
 template <class Row, bool Twice, bool Memory, bool Update>
 Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table, uint8_t* out) {
     const Stream s = stream;  // a copy: stores to `out` could otherwise change it
@@ -183,8 +177,7 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
         return true;
     };
     auto tail = [&](size_t row, size_t width, uint8_t* last) {
-        Stream rest = {s.gradient + row, Memory ? s.memory + row : nullptr, Update ? s.memory_out + row : nullptr,
-                       width, s.first + row};
+        const Stream rest = s.part(row, width);
         if (!all_finite(q, rest)) return false;
         quantize_any(q, rest, last);
         return true;

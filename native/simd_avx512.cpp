@@ -3,7 +3,7 @@
 // Up to 16 symbols, a table is a register and a look-up is one permutation; all lanes of a row move together.
 // Traps:
 // - Permutations look at the low four bits of an index only. So the fused path works with signed numbers -5…5
-//   instead of symbols 0…10 and never adds the offset: its tables are laid out in that order (`by_signed_index`).
+//   instead of symbols 0…10 and never adds the offset: its tables are laid out in that order (`symbol_at`).
 // - vpmaddwd(a | b<<16, c | d<<16) = a*c + b*d in one instruction, and vpdpwssd adds it to a third. All factors must be
 //   below 2^15: q < 2^14 in the encoder (x < f * 2^(22-k)) and x >> k < 2^14 in the decoder.
 // - A row is one chain of dependent instructions, over a hundred cycles when decoding: so several chunks, which do not
@@ -19,9 +19,6 @@
 
 namespace gradwire {
 namespace {
-
-// The hot functions are small, but used by several templates; the compiler would rather call them.
-#define GRADWIRE_INLINE [[gnu::always_inline]] inline
 
 using Int = __m512i;
 using Float = __m512;
@@ -173,12 +170,6 @@ size_t rans_encode(const RansTable& t, const uint8_t* symbols, size_t count, int
 
 // ── conversion to fp4 in the same pass ──
 
-// fp4's magnitudes are 0, .5, 1, 1.5, 2, 3: evenly spaced up to 2, so that rounding 2|y| to an integer does it up to
-// 4, and one comparison does the rest. (2.5 is a tie between 2, twice the spacing there, and 3: it goes to 2.)
-inline bool is_fp4(const Quantizer& q) {
-    return q.has_sign && q.mantissa == 1 && q.min_exponent == 0 && q.top_index == 5 && !q.stochastic;
-}
-
 struct Fp4 {
     Float decay, twice_inverse, four, five, values;
 
@@ -233,8 +224,7 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
         return true;
     };
     auto tail = [&](size_t row, size_t width, uint8_t* last) {
-        Stream rest = {s.gradient + row, Memory ? s.memory + row : nullptr,
-                       Update ? s.memory_out + row : nullptr, width, s.first + row};
+        const Stream rest = s.part(row, width);
         if (!all_finite(q, rest)) return false;
         quantize_any(q, rest, last);
         return true;

@@ -98,7 +98,7 @@ class State:
             pieces = self._pieces(bucket)
             key = (bucket.index(), bucket.buffer().numel())
             block, length = self._encode(key, pieces)
-            ticket = self.exchange.start(key, block, length, _fingerprint(pieces))
+            ticket = self.exchange.start(key, block, length, lambda: _fingerprint(pieces))
             self._pending.append(Pending(bucket.buffer(), pieces, ticket, future))
             while self._pending and (bucket.is_last() or self.exchange.ready(self._pending[0].ticket)):
                 self._finish(self._pending.pop(0))

@@ -13,7 +13,7 @@ order of these calls, the same on every rank.
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,15 +51,15 @@ class AllGather:
         self._capacity: dict[Hashable, int] = {}
         self._blocks: dict[tuple[Hashable, str], torch.Tensor] = {}
 
-    def start(self, key: Hashable, block: torch.Tensor, length: int, fingerprint: int = 0) -> Ticket:
+    def start(self, key: Hashable, block: torch.Tensor, length: int, fingerprint: Callable[[], int]) -> Ticket:
         """Send block[:8+length], whose first eight bytes are left for us; block needs room for padding.
 
-        Ranks whose `fingerprint` of what they are about to send differs are told so the first time.
+        The first time with a key, ranks whose `fingerprint()` of what they are about to send differs are told so.
         """
         struct.pack_into("<Q", block.numpy(), 0, length)
         used = PREFIX + length
         if key not in self._capacity:
-            self._capacity[key] = _capacity(self._agree(key, used, fingerprint))
+            self._capacity[key] = _capacity(self._agree(key, used, fingerprint()))
         capacity = self._capacity[key]
         sent = block[:capacity]
         if len(sent) < capacity:
