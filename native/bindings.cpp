@@ -1,36 +1,15 @@
-// The Python module gradwire._native: argument checks and nothing else. kernels/cpu.py is its only user.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+// The Python module gradwire._native: argument checks and nothing else. kernels/cpu is its only user.
+#include "bindings.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "kernels.h"
-
-namespace nb = nanobind;
 using namespace gradwire;
 
 namespace {
-
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Codes = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void require(bool ok, const char* what) {
-    if (!ok) throw std::invalid_argument(what);
-}
 
 // Python's view of a format and step: (min_exponent, mantissa, zero_symbol, top_index, has_sign, largest).
 Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, std::optional<uint64_t> seed) {
@@ -49,13 +28,6 @@ Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, 
     q.seed = seed.value_or(0);
     require(q.symbols == q.zero_symbol + q.top_index + 1 && q.symbols <= kMaxSymbols, "values do not fit the format");
     return q;
-}
-
-Stream make_stream(Floats gradient, const std::optional<Floats>& memory, std::optional<FloatsOut>& memory_out) {
-    size_t n = gradient.size();
-    require(!memory || memory->size() == n, "memory has the wrong size");
-    require(!memory_out || memory_out->size() == n, "memory_out has the wrong size");
-    return {gradient.data(), memory ? memory->data() : nullptr, memory_out ? memory_out->data() : nullptr, n, 0};
 }
 
 std::unique_ptr<RansTable> make_table(Ints frequencies, int precision) {
@@ -237,4 +209,7 @@ NB_MODULE(_native, m) {
         return huffman_decode(data.data(), data.size(), symbols.size(), lengths.data(), codes.data(),
                               int(lengths.size()), symbols.data());
     });
+    bind_grid(m);
+    bind_levels(m);
+    bind_sparse(m);
 }

@@ -1,4 +1,4 @@
-// The native kernels: the operations of src/gradwire/kernels/reference.py on flat arrays, bit for bit.
+// The native kernels: the operations of src/gradwire/kernels/reference/ on flat arrays, bit for bit.
 //
 // Every instruction set fills in one `Kernels` table (portable.cpp, simd_avx2.cpp, simd_avx512.cpp);
 // dispatch.cpp chooses between them at run time. The bytes are the same from all of them.

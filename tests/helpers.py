@@ -44,7 +44,7 @@ if not NO_NATIVE:
 BACKENDS = ["reference"] + (native.instruction_sets() if native else [])
 KERNELS = [
     name for name, value in vars(reference).items()
-    if callable(value) and getattr(value, "__module__", "") == reference.__name__
+    if callable(value) and getattr(value, "__module__", "").startswith(reference.__name__)
 ]  # fmt: skip
 
 

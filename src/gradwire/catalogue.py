@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from . import compress
-from .codecs import Codec, Converter
+from .codecs import Codec
 from .convert.cast import Cast
+from .convert.job import Converter
 from .convert.minifloat import Minifloat
 from .convert.stored import Stored
 from .errors import SpecError, unknown_name

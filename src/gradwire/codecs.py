@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from . import wire
-from .convert import cast, minifloat, stored
-from .convert.job import Job, NonFinite
+from .convert import cast, ecq, levels, minifloat, sketch, sparse, stored
+from .convert.job import Converter, Job, NonFinite
 from .errors import FrameError, GradwireError
 
 CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-DECODERS = {wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode}
+DECODERS = {
+    wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode, wire.GRID: ecq.decode,
+    wire.LEVELS: levels.decode, wire.SPARSE: sparse.decode, wire.SKETCH: sketch.decode,
+}  # fmt: skip
+SEGMENTED_CODECS = (wire.MINIFLOAT, wire.GRID, wire.LEVELS)
 assert sorted(DECODERS) == list(range(len(DECODERS))), "every codec number on the wire has a decoder"
 
 # Memory updated in place is left bit for bit as it was by a non-finite gradient up to this size, because such tensors
@@ -27,14 +30,6 @@ CHECKED_AHEAD = 2**22
 DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame is long enough to hold them in earnest
 ELEMENTS_PER_BYTE = 4096
 Bytes = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
-
-
-class Converter(Protocol):
-    """Turns a job into payload bytes, and updates its error memory to what the payload leaves out."""
-
-    wire_id: int
-
-    def encode(self, job: Job, out: torch.Tensor) -> int: ...
 
 
 class Codec:
@@ -58,7 +53,7 @@ class Codec:
     @property
     def stochastic(self) -> bool:
         """Whether frames depend on the seed."""
-        return bool(getattr(self.converter, "stochastic", False))
+        return self.converter.stochastic
 
     def max_frame_bytes(self, tensor: torch.Tensor) -> int:
         """What `encode_into` may write at most: the tensor as it is or, segmented, five bytes an entry; a header; room
@@ -102,20 +97,25 @@ class Codec:
         if gradient is None or not flat.numel():
             _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
-        job = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
+        job = given = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
+        if tensor.device.type != "cpu" and not self.converter.any_device:
+            job = given.on_cpu()
         try:
             if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
                 job.require_finite()
-            return self._encode_finite(job, tensor, out)
+            length = self._encode_finite(job, tensor, out)
+            if job is not given and given.memory_out is not None and job.memory_out is not None:
+                given.memory_out.copy_(job.memory_out)
+            return length
         except NonFinite:
-            if not job.in_place:
-                _keep(job.memory, job.memory_out)
+            if not given.in_place:
+                _keep(given.memory, given.memory_out)
             finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
             return _frame_of_stored(flat, tensor, out, 0 if finite else wire.NONFINITE)
 
     def _encode_finite(self, job: Job, tensor: torch.Tensor, out: torch.Tensor) -> int:
         shape, dense = tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize
-        if dense <= 32 and self.converter.wire_id == wire.MINIFLOAT:
+        if dense <= 32 and self.converter.stores_tiny:
             # Side information alone would take as much: send the few entries as they are.
             length = stored.Stored().encode(job, out[wire.header_length(shape, dense) :])
             return wire.seal(memoryview(out.numpy()), wire.STORED, tensor.dtype, shape, 0, length)
@@ -124,7 +124,7 @@ class Codec:
         exact = wire.header_length(shape, length)
         if exact != start:
             out[exact : exact + length] = out[start : start + length].clone()
-        flags = wire.SEGMENTED if job.segments and self.converter.wire_id == wire.MINIFLOAT else 0
+        flags = wire.SEGMENTED if job.segments and self.converter.lists_segments else 0
         return wire.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
 
 
@@ -246,8 +246,8 @@ def open_frame(data: np.ndarray) -> tuple[wire.Header, np.ndarray]:
     header, _ = wire.open_frame(memoryview(data))
     if header.codec not in DECODERS:
         raise FrameError(f"unknown codec {header.codec} in frame")
-    if header.flags & wire.SEGMENTED and header.codec != wire.MINIFLOAT:
-        raise FrameError("only minifloat frames have segments")
+    if header.flags & wire.SEGMENTED and header.codec not in SEGMENTED_CODECS:
+        raise FrameError("a frame of this codec has no segments")
     return header, data[header.length :]
 
 

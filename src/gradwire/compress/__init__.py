@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeGuard
 
 import numpy as np
 
@@ -28,6 +29,14 @@ SMALLEST_RANS = 32  # bits beside those of the symbols: the layout and one state
 # From this size on a coarse table may cost this factor in bytes: what it saves in decoding is worth that many bytes
 # on any link above 100 Mbit/s. Smaller tensors need the margin for their headers.
 LARGE, TOLERANCE = 1 << 20, 1.006
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """Symbols 0 … symbols−1 of a converter that has no GenNorm tables: what coders need of a `Format`."""
+
+    symbols: int
+    zero_symbol: int  # its frequency is not sent: it follows from the others
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,10 @@ def _gennorm_frequencies(fmt: Format, index: int, zero_mass: int, precision: int
     return frequencies
 
 
+def _has_gennorm(alphabet: Format | Alphabet) -> TypeGuard[Format]:
+    return isinstance(alphabet, Format) and gennorm.has_table(alphabet) and bool(alphabet.sign)
+
+
 def _symbol_bits(coder: int, frequencies: np.ndarray, precision: int) -> np.ndarray:
     """What each symbol costs under this coder."""
     if coder == HUFFMAN:
@@ -71,8 +84,9 @@ def _symbol_bits(coder: int, frequencies: np.ndarray, precision: int) -> np.ndar
 
 
 def choose(
-    fmt: Format, counts: np.ndarray, total: int, coder: int, models: tuple[int, ...], beta_index: int, zero_mass: int
-) -> Coding:
+    fmt: Format | Alphabet, counts: np.ndarray, total: int, coder: int, models: tuple[int, ...] = (HISTOGRAM,),
+    beta_index: int = 0, zero_mass: int = 0,
+) -> Coding:  # fmt: skip
     """The cheapest coding of `total` symbols whose counts (of all, or of a sample) these are."""
     sampled = int(counts.sum()) < total
     present = np.flatnonzero(counts)
@@ -92,7 +106,7 @@ def choose(
             if model == HISTOGRAM:
                 frequencies = histogram.normalize(counts, precision)
                 side = histogram.packed_length(frequencies, fmt.zero_symbol)
-            elif gennorm.has_table(fmt) and fmt.sign:
+            elif _has_gennorm(fmt):
                 frequencies = _gennorm_frequencies(fmt, beta_index, zero_mass, precision)
                 side = 2
             else:
@@ -124,7 +138,7 @@ def _precisions(coder: int, symbols: int, total: int) -> tuple[int, ...]:
     return (COARSE, finest) if total >= LARGE else (COARSE, finest - 1, finest)
 
 
-def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
+def encode(symbols: np.ndarray, fmt: Format | Alphabet, coding: Coding) -> bytes:
     """The bytes of all symbols, `coding.head` first."""
     if coding.coder == CONSTANT:
         body = b""
@@ -138,7 +152,7 @@ def encode(symbols: np.ndarray, fmt: Format, coding: Coding) -> bytes:
     return coding.head + body
 
 
-def read_head(reader: Reader, fmt: Format) -> Coding:
+def read_head(reader: Reader, fmt: Format | Alphabet) -> Coding:
     """The coding at the front of coded symbols; `reader` then stands at the coder's data."""
     byte = reader.byte()
     coder, model, precision = byte & 3, byte >> 2 & 3, byte >> 4
@@ -148,7 +162,7 @@ def read_head(reader: Reader, fmt: Format) -> Coding:
         return Coding(coder)
     if not COARSE <= precision <= FINEST or (1 << precision) < fmt.symbols:
         raise FrameError(f"invalid precision {precision}")
-    if model == GENNORM and gennorm.has_table(fmt) and fmt.sign:
+    if model == GENNORM and _has_gennorm(fmt):
         index, zero_mass = reader.byte(), reader.byte()
         if index >= gennorm.GRID:
             raise FrameError("invalid β index")
@@ -164,7 +178,7 @@ def read_head(reader: Reader, fmt: Format) -> Coding:
     return Coding(coder, model, precision, frequencies=frequencies)
 
 
-def read_constant(reader: Reader, fmt: Format) -> int:
+def read_constant(reader: Reader, fmt: Format | Alphabet) -> int:
     """The symbol that all entries have."""
     symbol = reader.byte()
     if symbol >= fmt.symbols or reader.rest():
@@ -172,7 +186,7 @@ def read_constant(reader: Reader, fmt: Format) -> int:
     return symbol
 
 
-def decode(reader: Reader, fmt: Format, count: int, coding: Coding) -> np.ndarray:
+def decode(reader: Reader, fmt: Format | Alphabet, count: int, coding: Coding) -> np.ndarray:
     """The symbols behind a head that `read_head` has read."""
     if coding.coder == CONSTANT:
         return np.full(count, read_constant(reader, fmt), dtype=np.uint8)

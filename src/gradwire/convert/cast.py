@@ -7,13 +7,14 @@ import torch
 
 from ..errors import FrameError
 from ..wire import CAST, DTYPES, Header
-from .job import Job, combine, limit_to, require_finite
+from .job import Converter, Job, combine, limit_to, require_finite
 
 TARGETS = (torch.float16, torch.bfloat16)
 
 
-class Cast:
+class Cast(Converter):
     wire_id = CAST
+    any_device = True
 
     def __init__(self, target: torch.dtype):
         self.target = target

@@ -1,9 +1,10 @@
-"""One tensor on its way into a frame: what every converter is given."""
+"""What every converter is, and what it is given: one tensor on its way into a frame."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +13,23 @@ from .. import kernels
 
 class NonFinite(Exception):
     """The gradient holds a NaN or an infinity: it has to travel as it is. The error memory is as it was before."""
+
+
+class Converter(ABC):
+    """Turns a job into payload bytes, and updates its error memory to what the payload leaves out."""
+
+    wire_id: int  # of the function that decodes the payload
+    stochastic = False  # frames depend on the seed
+    any_device = False  # takes tensors as they are; otherwise they come as copies on the CPU
+    lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
+    stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
+
+    @abstractmethod
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        """Write the payload to the front of `out` and e ← u − decoded to job.memory_out; returns its length.
+
+        Raises NonFinite, before any memory is changed, where the gradient holds a NaN or an infinity.
+        """
 
 
 @dataclass
@@ -39,6 +57,20 @@ class Job:
             self.memory is not None
             and self.memory_out is not None
             and self.memory.data_ptr() == self.memory_out.data_ptr()
+        )
+
+    def on_cpu(self) -> Job:
+        """A copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
+
+        def copy(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t.cpu()
+
+        memory = copy(self.memory)
+        memory_out = memory if self.in_place or self.memory_out is None else torch.empty(self.count)
+        if self.memory_out is None:
+            memory_out = None
+        return replace(
+            self, gradient=self.gradient.cpu(), original=self.original.cpu(), memory=memory, memory_out=memory_out
         )
 
     def compensated(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ..fields import Reader, bfloat16, varint
 from ..formats import PRESETS, SPECIALS, Format
 from ..models import gennorm
 from ..wire import MINIFLOAT, SEGMENTED, Header
-from .job import Job, NonFinite, combine, limit_to
+from .job import Converter, Job, NonFinite, combine, limit_to
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried
@@ -82,8 +82,9 @@ def values(fmt: Format, step: float, dtype: torch.dtype) -> torch.Tensor:
     return limit_to(exact, dtype).float()
 
 
-class Minifloat:
+class Minifloat(Converter):
     wire_id = MINIFLOAT
+    any_device = lists_segments = stores_tiny = True
 
     def __init__(self, fmt: Format, coder: str = "rans", model: str = "auto", rounding: str = "nearest"):
         self.format, self.coder, self.models = fmt, compress.CODERS[coder], compress.MODELS[model]

@@ -7,11 +7,12 @@ import torch
 
 from ..errors import FrameError
 from ..wire import STORED, Header
-from .job import Job, combine, limit_to, require_finite
+from .job import Converter, Job, combine, limit_to, require_finite
 
 
-class Stored:
+class Stored(Converter):
     wire_id = STORED
+    any_device = True
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
         job.require_finite()

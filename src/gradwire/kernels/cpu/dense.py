@@ -1,7 +1,4 @@
-"""The kernels of `reference`, by the native module, for CPU tensors; the same bytes.
-
-What it does not cover (tensors on other devices, and operations that cost nothing) stays with the reference.
-"""
+"""The kernels of dense codecs and the coders, by the native module."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from .. import _native  # type: ignore[attr-defined]
-from ..errors import FrameError
-from ..formats import Format
-from . import reference
-from .reference import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequantize, histogram
+from ... import _native  # type: ignore[attr-defined]
+from ...errors import FrameError
+from ...formats import Format
+from ..reference import dense as reference
+from ..reference.dense import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequantize, histogram
 
 __all__ = [
     "absmax", "chunk_size", "compensate", "crc32", "dequantize", "histogram", "huffman_decode", "huffman_encode",

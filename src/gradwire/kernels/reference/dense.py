@@ -1,8 +1,4 @@
-"""The definition of every kernel, in plain torch, numpy and Python.
-
-The native kernels (`cpu.py`) must give the same results bit for bit, errors included; the tests compare them.
-Tensors are flat. Everything here follows docs/wire-format.md.
-"""
+"""The kernels of dense codecs, and the coders; everything here follows docs/wire-format.md."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import zlib
 import numpy as np
 import torch
 
-from ..errors import FrameError
-from ..formats import Format
+from ...errors import FrameError
+from ...formats import Format
 
 SAMPLE_RUNS, RUN = 1024, 64
 SAMPLE = SAMPLE_RUNS * RUN  # tensors up to this size are looked at whole

@@ -1,0 +1,43 @@
+// What the bindings share: array types, and a check that raises ValueError.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace gradwire {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Codes = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+inline void require(bool ok, const char* what) {
+    if (!ok) throw std::invalid_argument(what);
+}
+
+inline Stream make_stream(Floats gradient, const std::optional<Floats>& memory, std::optional<FloatsOut>& memory_out) {
+    size_t n = gradient.size();
+    require(!memory || memory->size() == n, "memory has the wrong size");
+    require(!memory_out || memory_out->size() == n, "memory_out has the wrong size");
+    return {gradient.data(), memory ? memory->data() : nullptr, memory_out ? memory_out->data() : nullptr, n, 0};
+}
+
+// Each family of kernels adds its own functions to the module.
+void bind_grid(nb::module_& m);
+void bind_levels(nb::module_& m);
+void bind_sparse(nb::module_& m);
+
+}  // namespace gradwire
