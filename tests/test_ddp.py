@@ -252,13 +252,13 @@ def frames(rank: int) -> dict[str, object]:
     for step in range(2):
         backward(model, rank, step)
     arrived: list[tuple[int, bytes, list[list[str]]]] = []
-    decode = handle.state._decode
+    decode = handle.state.mean._decode
 
-    def recording_decode(sender: int, message: object, pieces: list) -> None:
+    def recording_decode(sender: int, message: object, pieces: list, *rest: object, **options: object) -> None:
         arrived.append((sender, bytes(message), [piece.names for piece in pieces]))
-        decode(sender, message, pieces)
+        decode(sender, message, pieces, *rest, **options)
 
-    handle.state._decode = recording_decode
+    handle.state.mean._decode = recording_decode
     return {"mean": backward(model, rank, 2), "arrived": arrived}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -95,20 +96,77 @@ CATALOGUE = {entry.name: entry for entry in _ENTRIES}
 
 @dataclass(frozen=True)
 class Recipe:
-    """A codec and how its error is corrected: memory decays by `decay` each step; 0 means no memory."""
+    """A codec, and how the training around it corrects what the codec leaves out."""
 
     codec: Codec
-    decay: float
     spec: str
+    entry: Entry = field(repr=False)
+    values: Values = field(repr=False, hash=False)
 
     def __str__(self) -> str:
         return self.spec
+
+    @property
+    def decay(self) -> float:
+        """Error memory decays by this factor each step; 0 means no memory."""
+        return float(self.values.get("decay", 0))
+
+    @property
+    def mask(self) -> bool:
+        """Whether momentum is accumulated by each worker, and cleared where it was sent."""
+        return self.values.get("mask") == "on"
+
+    @property
+    def clip(self) -> float:
+        """The largest norm of a worker's gradient; 0 for any."""
+        return float(self.values.get("clip", 0))
+
+    @property
+    def small(self) -> Recipe | None:
+        """The recipe of tensors with few entries, where it is another one."""
+        name = self.values.get("small", "same")
+        return None if name == "same" else recipe(str(name))
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether entries are selected over all tensors together."""
+        return self.values.get("scope") == "model"
+
+    @property
+    def sync_every(self) -> int:
+        """Local steps between exchanges (communication delay)."""
+        return int(self.values.get("sync_every", 1))
+
+    def at(self, step: int) -> Codec:
+        """The codec of this step: during warm-up, p falls geometrically from `start` to its own value."""
+        warmup = float(self.values.get("warmup", 0))
+        if step >= warmup:
+            return self.codec
+        share = step / warmup
+        p = float(self.values["start"]) ** (1 - share) * float(self.values["p"]) ** share
+        return _codec_with_p(self.spec, float(f"{p:.2g}"))
+
+
+@lru_cache(maxsize=256)
+def _codec_with_p(spec: str, p: float) -> Codec:
+    entry, values = recipe(spec).entry, recipe(spec).values
+    return _codec(entry, {**values, "p": p})
+
+
+def _codec(entry: Entry, values: Values) -> Codec:
+    keys = [k for k, p in entry.parameters.items() if not p.of_corrector]
+    return Codec(_spell(entry.name, values, keys), entry.build(values))
 
 
 def recipe(spec: str) -> Recipe:
     """Parse `name[:key=value,…]`."""
     if not isinstance(spec, str):
         raise SpecError(f"a spec is a string such as 'co3:format=fp4', not {type(spec).__name__}")
+    return _recipe(spec)
+
+
+@lru_cache(maxsize=1024)
+def _recipe(spec: str) -> Recipe:
     name, colon, rest = spec.strip().partition(":")
     if name not in CATALOGUE:
         raise unknown_name("recipe", name, CATALOGUE)
@@ -123,9 +181,7 @@ def recipe(spec: str) -> Recipe:
             values[key] = parameter.parse(given.get(key, parameter.default))
         except SpecError as error:
             raise SpecError(f"{name}: {key}: {error}") from None
-    codec_keys = [k for k, p in entry.parameters.items() if not p.of_corrector]
-    codec = Codec(_spell(name, values, codec_keys), entry.build(values))
-    return Recipe(codec, float(values.get("decay", 0)), _spell(name, values, list(values)))
+    return Recipe(_codec(entry, values), _spell(name, values, list(values)), entry, values)
 
 
 def _split(name: str, rest: str) -> dict[str, str]:

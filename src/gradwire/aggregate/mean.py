@@ -1,0 +1,281 @@
+"""The mean over all ranks of named tensors, through frames: what DDP and LocalSGD share.
+
+1. `start`: correct and encode (u = g + γe becomes a frame; small tensors share one), and send the frames;
+2. `finish`: every rank decodes all ranks' frames, its own too, and averages them in rank order, so that the
+   result, which replaces the tensors, is bit-identical everywhere;
+3. `end_step`: error memories are committed, or, if any rank sent a NaN or an infinity, rolled back on all.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .. import codecs, wire
+from ..catalogue import Recipe, recipe
+from ..correct.momentum import Factor, Velocity
+from ..correct.residual import Residual
+from ..errors import AggregateError, FrameError, GradwireError, SpecError
+from .all_gather import PREFIX, AllGather, Ticket
+
+SMALL = 4096  # entries: tensors below this share a frame, each with its own step
+Spec = str | Mapping[str, str]
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Piece:
+    """What one frame carries: one large tensor, or all small ones with the same recipe."""
+
+    recipe: Recipe
+    codec: codecs.Codec  # the recipe's at this step
+    names: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(t.numel() for t in self.tensors)
+
+
+@dataclass
+class Pending:
+    """Tensors whose frames are under way."""
+
+    pieces: list[Piece]
+    ticket: Ticket
+
+
+class Mean:
+    def __init__(self, spec: Spec, group: dist.ProcessGroup | None = None):
+        self.recipes = parse_spec(spec)
+        self.group = group
+        self.residual, self.velocity = Residual(), Velocity()
+        self.factors: dict[str, Factor] = {}  # of the parameters whose momentum is corrected here
+        self.steps = self.frame_bytes = 0
+        self.encode_s = self.decode_s = self.wait_s = 0.0
+        self.total = 1  # entries of the whole model, for clipping
+        self.finite = True  # what all ranks sent in this step
+        self._exchange: AllGather | None = None
+        self._messages: dict[Hashable, torch.Tensor] = {}
+        self._sent: dict[str, torch.Tensor] = {}
+
+    @property
+    def exchange(self) -> AllGather:
+        if self._exchange is None:
+            self._exchange = AllGather(self.group)
+        return self._exchange
+
+    def recipe_of(self, name: str) -> Recipe:
+        for pattern, chosen in self.recipes.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return chosen
+        raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
+
+    # ── one step ──
+
+    def start(self, key: Hashable, tensors: Named, note: bytes = b"", send: bool = True) -> Pending:
+        """Encode and send the tensors (or only receive), and before them a note of this rank."""
+        pieces = self._pieces(tensors)
+        block, length = self._encode(key, pieces if send else [], note)
+        return Pending(pieces, self.exchange.start(key, block, length, lambda: _fingerprint(pieces)))
+
+    def ready(self, pending: Pending) -> bool:
+        return self.exchange.ready(pending.ticket)
+
+    def finish(self, pending: Pending) -> None:
+        """Replace the tensors by their means."""
+        messages = self.wait(pending)
+        self.average(pending, messages)
+
+    def wait(self, pending: Pending) -> list[np.ndarray]:
+        start = time.perf_counter()
+        messages = self.exchange.finish(pending.ticket)
+        self.wait_s += time.perf_counter() - start
+        return messages
+
+    def average(self, pending: Pending, messages: Sequence[np.ndarray | None]) -> None:
+        """Replace the tensors by the mean of what stands in the messages; None for a rank that sent nothing."""
+        start = time.perf_counter()
+        given = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+        for i, (rank, message) in enumerate(given):
+            self._decode(rank, message, pending.pieces, 1 / len(given), accumulate=i > 0)
+        self.decode_s += time.perf_counter() - start
+
+    def end_step(self) -> None:
+        for memory in (self.residual, self.velocity):
+            memory.commit() if self.finite else memory.rollback()
+        self.finite = True
+        self.steps += 1
+
+    def abandon_step(self) -> None:
+        self.residual.rollback()
+        self.velocity.rollback()
+        self.finite = True
+
+    # ── encoding ──
+
+    def _pieces(self, tensors: Named) -> list[Piece]:
+        shared: dict[str, Piece] = {}
+        single: list[Piece] = []
+        for name, tensor in tensors:
+            chosen = self.recipe_of(name)
+            if tensor.numel() < SMALL and chosen.small is not None:
+                chosen = chosen.small
+            codec = chosen.at(self.steps)
+            if chosen.whole_model or (tensor.numel() < SMALL and not codec.stochastic):
+                piece = shared.setdefault(str(chosen), Piece(chosen, codec))
+            else:
+                piece = Piece(chosen, codec)
+                single.append(piece)
+            piece.names.append(name)
+            piece.tensors.append(tensor)
+        return [*shared.values(), *single]
+
+    def _encode(self, key: Hashable, pieces: list[Piece], note: bytes) -> tuple[torch.Tensor, int]:
+        start = time.perf_counter()
+        room = PREFIX + len(note) + sum(p.codec.max_frame_bytes(t) for p in pieces for t in p.tensors)
+        block = self._messages.get(key)
+        if block is None or len(block) < room:
+            block = self._messages[key] = torch.empty(room + room // 16 + 1024, dtype=torch.uint8)
+        position = PREFIX + len(note)
+        block[PREFIX:position] = torch.frombuffer(bytearray(note), dtype=torch.uint8) if note else 0
+        for piece in pieces:
+            position += self._encode_piece(piece, block[position:])
+        self.frame_bytes += position - PREFIX - len(note)
+        self.encode_s += time.perf_counter() - start
+        return block, position - PREFIX
+
+    def _encode_piece(self, piece: Piece, out: torch.Tensor) -> int:
+        """Correct, convert, compress: one frame."""
+        # Other random numbers for every step, rank and parameter, and the same ones in a repeated or resumed run.
+        seed = (self.steps << 32) + zlib.crc32(f"{self.exchange.rank}:{piece.names[0]}".encode())
+        codec, decay = piece.codec, piece.recipe.decay
+        sources = [self._source(piece, name, tensor) for name, tensor in zip(piece.names, piece.tensors, strict=True)]
+        pairs = [self.residual.buffers(n, s) for n, s in zip(piece.names, sources, strict=True)] if decay else []
+        if len(sources) == 1:
+            before, after = pairs[0] if pairs else (None, None)
+            length = codec.encode_into(sources[0], out, residual=before, residual_out=after, decay=decay, seed=seed)
+        else:
+            flat = torch.cat([s.reshape(-1) for s in sources])
+            before = torch.cat([b.reshape(-1) for b, _ in pairs]) if pairs else None
+            sizes = [s.numel() for s in sources]
+            length = codec.encode_into(flat, out, residual=before, decay=decay, seed=seed, segments=sizes)
+            if before is not None:
+                for (_, after), updated in zip(pairs, before.split(sizes), strict=True):
+                    after.view(-1).copy_(updated)
+        if piece.recipe.mask:
+            self._note_sent(piece, out[:length])
+        return length
+
+    def _source(self, piece: Piece, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or the velocity it adds to, where the codec wants it."""
+        if not piece.codec.converter.any_device:
+            tensor = tensor.cpu()
+        clip = self.recipe_of(name).clip
+        if clip:
+            # By its size a tensor has a share of the allowed norm, and each rank has one of the mean's.
+            limit = clip * (tensor.numel() / self.total / self.exchange.world) ** 0.5
+            norm = float(tensor.float().norm())
+            tensor = tensor * (limit / norm) if norm > limit else tensor
+        return self.velocity.push(name, tensor, self.factors[name]) if name in self.factors else tensor
+
+    def _note_sent(self, piece: Piece, frame: torch.Tensor) -> None:
+        """Which entries of each tensor this frame carries."""
+        flat = codecs.decode(frame).reshape(-1) != 0
+        for name, sent in zip(piece.names, flat.split([t.numel() for t in piece.tensors]), strict=True):
+            if name in self.factors:
+                self.velocity.mask(name, sent)
+            else:
+                self._sent[name] = sent
+
+    def take_sent(self) -> dict[str, torch.Tensor]:
+        """Which entries this rank sent, of tensors whose recipe masks momentum."""
+        sent, self._sent = self._sent, {}
+        return sent
+
+    # ── decoding ──
+
+    def _decode(self, rank: int, message: np.ndarray, pieces: list[Piece], weight: float, accumulate: bool) -> None:
+        """Add this rank's frames, weighted, to the tensors."""
+        try:
+            frames = wire.split(memoryview(message))
+            if len(frames) != len(pieces):
+                raise FrameError(f"{len(frames)} frames, expected {len(pieces)}")
+            for frame, piece in zip(frames, pieces, strict=True):
+                header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
+                if header.elements != piece.count:
+                    raise FrameError(f"{header.elements} elements for {', '.join(piece.names)}, expected {piece.count}")
+                self.finite &= not header.nonfinite
+                if len(piece.tensors) == 1:
+                    codecs.decode_payload(header, payload, piece.tensors[0], weight, accumulate)
+                else:
+                    _decode_several(header, payload, piece.tensors, weight, accumulate)
+        except FrameError as error:
+            raise AggregateError(
+                f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
+                f"the same spec and the same version of gradwire"
+            ) from error
+
+    # ── what is kept ──
+
+    def stats(self) -> dict[str, float]:
+        sent = self._exchange.bytes_sent if self._exchange else 0
+        return {
+            "frame_bytes": self.frame_bytes,
+            "wire_bytes_sent": sent,
+            "wire_bytes_received": sent,  # an all-gather brings as much from the peers as it takes to them
+            "encode_s": self.encode_s,
+            "decode_s": self.decode_s,
+            "wait_s": self.wait_s,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memories, by parameter name."""
+        velocity = {name: v.detach().cpu().clone() for name, v in self.velocity.memory.items()}
+        return {"steps": self.steps, **self.residual.state_dict(), **({"velocity": velocity} if velocity else {})}
+
+    def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
+        unknown = sorted(set(state.get("memory", {})) - names) if names else []
+        if unknown:
+            raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
+        self.residual.load_state_dict(state)
+        self.velocity.memory = {name: v.float().clone() for name, v in state.get("velocity", {}).items()}
+        self.steps = int(state.get("steps", 0))
+
+
+def _decode_several(
+    header: wire.Header, payload: np.ndarray, tensors: list[torch.Tensor], weight: float, accumulate: bool
+) -> None:
+    flat = torch.empty(header.elements, dtype=tensors[0].dtype)
+    codecs.decode_payload(header, payload, flat, weight)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        shaped = part.view(tensor.shape).to(tensor.device)
+        if accumulate:
+            tensor.add_(shaped)
+        else:
+            tensor.copy_(shaped)
+
+
+def _fingerprint(pieces: list[Piece]) -> int:
+    """A number that differs where ranks would send different tensors, or code them differently."""
+    text = ";".join(f"{p.recipe}:{p.names}:{[tuple(t.shape) for t in p.tensors]}" for p in pieces)
+    return zlib.crc32(text.encode())
+
+
+def parse_spec(spec: Spec) -> dict[str, Recipe]:
+    """A recipe for every pattern of parameter names."""
+    if isinstance(spec, str):
+        return {"*": recipe(spec)}
+    if not isinstance(spec, Mapping) or not spec:
+        raise SpecError("a spec is a string, or a dict from patterns of parameter names to strings")
+    if not all(isinstance(pattern, str) for pattern in spec):
+        raise SpecError("the patterns of a dict spec are strings such as '*.bias'")
+    return {pattern: recipe(s) for pattern, s in spec.items()}
