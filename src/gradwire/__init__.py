@@ -4,6 +4,7 @@ from . import ddp
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
 from .errors import AggregateError, FrameError, GradwireError, SpecError
+from .local_sgd import LocalSGD
 
 __version__ = "0.1.0"
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Codec",
     "FrameError",
     "GradwireError",
+    "LocalSGD",
     "SpecError",
     "codec",
     "ddp",

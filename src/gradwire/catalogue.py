@@ -137,6 +137,16 @@ class Recipe:
         """Local steps between exchanges (communication delay)."""
         return int(self.values.get("sync_every", 1))
 
+    @property
+    def sync_schedule(self) -> int | Callable[[int], int]:
+        """`sync_every`, or what takes its place during warm-up."""
+        return self.sync_every
+
+    def outer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """The outer optimizer of delayed recipes: plain averaging, or Nesterov momentum on the mean updates."""
+        lr, momentum = float(self.values.get("outer_lr", 1)), float(self.values.get("outer_momentum", 0))
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
     def at(self, step: int) -> Codec:
         """The codec of this step: during warm-up, p falls geometrically from `start` to its own value."""
         warmup = float(self.values.get("warmup", 0))

@@ -42,9 +42,10 @@ class Ticket:
 
 class AllGather:
     def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group or dist.group.WORLD
-        if self.group is None:
+        group = group or dist.group.WORLD
+        if group is None:
             raise AggregateError("no process group: call torch.distributed.init_process_group first")
+        self.group: dist.ProcessGroup = group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.device = torch.device("cuda") if "nccl" in dist.get_backend(self.group) else torch.device("cpu")
         self.bytes_sent = 0  # by this rank, copies to every peer, padding and lengths included

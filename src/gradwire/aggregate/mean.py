@@ -60,6 +60,7 @@ class Mean:
         self.residual, self.velocity = Residual(), Velocity()
         self.factors: dict[str, Factor] = {}  # of the parameters whose momentum is corrected here
         self.steps = self.frame_bytes = 0
+        self.clock: int | None = None  # what schedules go by, where it is not the number of exchanges
         self.encode_s = self.decode_s = self.wait_s = 0.0
         self.total = 1  # entries of the whole model, for clipping
         self.finite = True  # what all ranks sent in this step
@@ -129,7 +130,7 @@ class Mean:
             chosen = self.recipe_of(name)
             if tensor.numel() < SMALL and chosen.small is not None:
                 chosen = chosen.small
-            codec = chosen.at(self.steps)
+            codec = chosen.at(self.steps if self.clock is None else self.clock)
             if chosen.whole_model or (tensor.numel() < SMALL and not codec.stochastic):
                 piece = shared.setdefault(str(chosen), Piece(chosen, codec))
             else:

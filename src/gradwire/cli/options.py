@@ -8,11 +8,12 @@ from pathlib import Path
 
 from .. import checkpoint, tasks
 from ..catalogue import recipe
-from ..errors import GradwireError
+from ..errors import GradwireError, unknown_name
 from ..tasks.settings import SHARED, Settings
 
-MINIMUM_ONE = ("workers", "epochs", "steps", "batch_size", "save_every", "threads")
+MINIMUM_ONE = ("workers", "sync_every", "epochs", "steps", "batch_size", "save_every", "threads")
 MOST_THREADS = 4096
+DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass
@@ -34,6 +35,8 @@ class Options:
     resume: Path | None
     threads: int | None
     timeout: float
+    sync_every: int | None
+    device: str
 
 
 def resolve(options: Options) -> tuple[Settings, int | None]:
@@ -67,6 +70,8 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
         steps=steps,
         data_dir=str(options.data_dir),
         timeout=options.timeout,
+        sync_every=options.sync_every or before.get("sync_every"),
+        device=options.device,
         threads=options.threads,
         json=_writable(options.json, "--json"),
         save=_writable(options.save, "--save"),
@@ -85,6 +90,8 @@ def _check_values(options: Options) -> None:
             raise GradwireError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise GradwireError(f"--lr must be above 0, not {options.lr}")
+    if options.device not in DEVICES:
+        raise unknown_name("--device", options.device, DEVICES)
     if not 0.01 <= options.timeout < 1e9:
         raise GradwireError(f"--timeout must be 0.01 seconds or more, not {options.timeout}")
     if options.seed is not None and not 0 <= options.seed < 2**63:

@@ -28,6 +28,9 @@ def train(
     steps: Annotated[int | None, Option(help="Steps in all, instead of --epochs.")] = None,
     batch_size: Annotated[int | None, Option(help="Per worker and step. Default: the task's.")] = None,
     lr: Annotated[float | None, Option(help="The highest learning rate. Default: the task's.")] = None,
+    sync_every: Annotated[
+        int | None, Option(metavar="STEPS", help="Local steps between syncs. Default: the codec's own, mostly 1.")
+    ] = None,
     seed: Annotated[int | None, Option(help="Of everything random. Default: 0.")] = None,
     data_dir: Annotated[Path, Option(help="Where fashion-mnist and cifar10 are.")] = Path("data"),
     json: Annotated[Path | None, Option(metavar="FILE", help="Write all figures to this file.")] = None,
@@ -39,6 +42,7 @@ def train(
     threads: Annotated[
         int | None, Option(help="Torch threads per worker. Default: this machine's cores, shared out.")
     ] = None,
+    device: Annotated[str, Option(help="cpu or cuda; workers of a host share its GPUs.")] = "cpu",
     timeout: Annotated[float, Option(metavar="SECONDS", help="How long to wait for another worker.")] = 300.0,
 ) -> None:
     """Train a small model on several workers that compress the gradients they exchange.
@@ -50,6 +54,8 @@ def train(
     fp32 beside CO3, on the digits: `gradwire train --codec none --codec co3`
 
     Four workers: `gradwire train --task cifar10 --data-dir ~/data --workers 4 --json run.json`
+
+    Ten local steps, then one sparse update: `gradwire train --codec sbc:p=0.01 --sync-every 10`
 
     With checkpoints: `gradwire train --task text --save run.pt --save-every 100`
 
@@ -63,7 +69,7 @@ def train(
         raise GradwireError(f"torchrun started {world} workers: leave out --workers {workers}")
     options = Options(
         task, codec, workers, epochs, steps, batch_size, lr, seed, data_dir, json, save, save_every, resume,
-        threads, timeout,
+        threads, timeout, sync_every, device,
     )  # fmt: skip
     settings, workers_before = resolve(options)
     if world:

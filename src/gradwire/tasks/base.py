@@ -82,8 +82,9 @@ def evaluation_sums(task: Task, model: nn.Module, rank: int, workers: int) -> to
     """[loss, right, decisions] over this worker's share of the test data, to be added up over the workers."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
+    device = next(model.parameters()).device
     for inputs, targets in _test_batches(task, rank, workers):
-        logits = model(inputs)
+        logits = model(inputs.to(device)).cpu()
         sums[0] += loss_of(logits, targets).double() * targets.numel()
         sums[1] += (logits.argmax(-1) == targets).sum()
         sums[2] += targets.numel()

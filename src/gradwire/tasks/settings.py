@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # What shapes a run: all workers must agree on it, and a checkpoint carries it.
-SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps")
+SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps", "sync_every")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Settings:
     steps: int | None  # or this ends the run
     data_dir: str
     timeout: float  # seconds that a collective may take
+    sync_every: int | None = None  # local steps between syncs; by default the recipe's own
+    device: str = "cpu"
     threads: int | None = None
     json: str | None = None
     save: str | None = None

@@ -1,4 +1,4 @@
-"""One worker's training: a plain DDP loop, one line of which compresses the gradients.
+"""One worker's training: a plain loop, whose gradients or updates are compressed on their way to the others.
 
 Everything random is a function of seed, epoch, step and rank (order.py) or in the checkpoint, so a run
 that was stopped and resumed ends with the same parameters, bit for bit.
@@ -6,8 +6,8 @@ that was stopped and resumed ends with the same parameters, bit for bit.
 
 from __future__ import annotations
 
-import inspect
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from .. import checkpoint, ddp
+from .. import checkpoint
 from ..catalogue import recipe
 from ..checkpoint import Checkpoint, CheckpointError
 from ..errors import AggregateError, GradwireError
 from . import order
 from .base import Task, evaluation_sums, loss_of
+from .parallel import parallelize
 from .results import summarize
 from .settings import Settings
 
-# torch 2.13 renamed the option, and warns of the old name.
-_OPTIONS = inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
-OWN_BUFFERS: dict[str, Any] = {_SYNC_BUFFERS: False}
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 OnStep = Callable[["Training", float], None]
@@ -48,11 +44,11 @@ class Training:
                 f"{task.train_size} examples of {task.name}: give a smaller --batch-size"
             )
         torch.manual_seed(settings.seed)
-        self.model = task.build_model()
+        self.device = own_device(settings.device)
+        self.model = task.build_model().to(self.device)
         self.optimizer = task.build_optimizer(self.model, settings.lr)
-        # Statistics of batch normalization are not shared while training; evaluation uses those of rank 0.
-        self.ddp = DistributedDataParallel(self.model, **OWN_BUFFERS)
-        self.handle = ddp.attach(self.ddp, codec)
+        self.parallel = parallelize(self.model, self.optimizer, codec, settings.sync_every)
+        self.handle = self.parallel.handle
         self.step = self.epoch = self.step_in_epoch = 0
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
@@ -67,13 +63,19 @@ class Training:
     def run(self, on_step: OnStep) -> dict[str, Any]:
         """Train to the end, and return the figures of the run, the same on every worker."""
         first_step = self.step
-        while self.step < self.last_step:
-            on_step(self, self._train_step())
-            every = self.settings.save_every
-            if self.settings.save and (self.step == self.last_step or (every and self.step % every == 0)):
-                self._save(Path(self.settings.save))
-            if self.step_in_epoch == 0 or self.step == self.last_step:
-                self._evaluate()
+        with self.parallel.running():
+            while self.step < self.last_step:
+                on_step(self, self._train_step())
+                every = self.settings.save_every
+                if self.settings.save and every and self.step % every == 0:
+                    self._save(Path(self.settings.save))
+                if self.step_in_epoch == 0 and self.step < self.last_step:
+                    self._evaluate()
+            start = time.perf_counter()
+        self.seconds += time.perf_counter() - start  # the last sync
+        if self.settings.save:
+            self._save(Path(self.settings.save))
+        self._evaluate()
         return {
             "codec": self.codec,
             "spec": str(recipe(self.codec)),  # every parameter spelled out
@@ -95,7 +97,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * learning_rate_factor(self.step, self.last_step)
         self.optimizer.zero_grad()
-        loss = loss_of(self.ddp(inputs), targets)
+        loss = loss_of(self.parallel.forward(inputs.to(self.device)), targets.to(self.device))
         loss.backward()
         self.optimizer.step()
         self.step += 1
@@ -107,9 +109,10 @@ class Training:
 
     def _evaluate(self) -> None:
         """Every worker takes its share of the test data."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
-        sums = evaluation_sums(self.task, self.model, self.rank, self.workers)
+        with self.parallel.common_parameters():
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+            sums = evaluation_sums(self.task, self.model, self.rank, self.workers)
         dist.all_reduce(sums)
         loss, right, decisions = sums.tolist()
         figures = self.task.metrics(loss / decisions, right / decisions)
@@ -126,7 +129,7 @@ class Training:
 
     def _save(self, path: Path) -> None:
         """All workers' error memories go to rank 0, which writes the file."""
-        own = (torch.get_rng_state(), self.handle.state_dict())
+        own = (torch.get_rng_state(), self.parallel.state_dict())
         gathered: list[Any] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(own, gathered)
         if gathered:
@@ -149,7 +152,7 @@ class Training:
             self.optimizer.load_state_dict(saved.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint holds another model: {error}") from error
-        self.handle.load_state_dict(saved.error_memory_for(self.rank, self.workers))
+        self.parallel.load_state_dict(saved.error_memory_for(self.rank, self.workers))
         self.step, self.epoch = saved.step, saved.epoch
         # On other workers or with another batch size, go on after the examples that were seen already.
         seen = saved.step_in_epoch * saved.settings["batch_size"] * saved.workers
@@ -161,6 +164,15 @@ class Training:
 
     def _steps_to_epoch(self, epoch: int) -> int:
         return (epoch - self.epoch) * self.steps_per_epoch - self.step_in_epoch
+
+
+def own_device(name: str) -> torch.device:
+    """The GPUs of a host are shared out among its workers."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise GradwireError("--device cuda: this PyTorch sees no GPU; leave the option out to train on the CPU")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def learning_rate_factor(step: int, last_step: int) -> float:

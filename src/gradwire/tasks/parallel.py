@@ -1,0 +1,76 @@
+"""How the workers of a run keep together: DDP with a hook, or local steps with a sync now and then."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import ddp
+from ..catalogue import recipe
+from ..local_sgd import LocalSGD
+
+# torch 2.13 renamed the option, and warns of the old name.
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+OWN_BUFFERS: dict[str, Any] = {_SYNC_BUFFERS: False}
+
+
+class EveryStep:
+    """Gradients are averaged in every step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, codec: str):
+        # Statistics of batch normalization are not shared while training; evaluation uses those of rank 0.
+        self.forward = DistributedDataParallel(model, **OWN_BUFFERS)
+        self.handle = ddp.attach(self.forward, codec, optimizer=optimizer)
+
+    def running(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def common_parameters(self) -> AbstractContextManager[Any]:
+        """While it lasts, the model has parameters that are the same on all workers: here they always are."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.handle.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.handle.load_state_dict(state)
+
+
+class Delayed:
+    """Every worker trains for itself, and updates are averaged now and then."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, sync_every: int | None):
+        self.forward, self.optimizer = model, optimizer
+        self.handle = LocalSGD(model, optimizer, codec, sync_every)
+
+    def running(self) -> AbstractContextManager[Any]:
+        return self.handle
+
+    def common_parameters(self) -> AbstractContextManager[Any]:
+        return self.handle.common_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two syncs the workers' models and optimizers differ, so each has its own."""
+        local = {"model": self.forward.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**self.handle.state_dict(), "local": local}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.handle.load_state_dict(state)
+        self.forward.load_state_dict(state["local"]["model"])
+        self.optimizer.load_state_dict(state["local"]["optimizer"])
+
+
+def parallelize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, sync_every: int | None
+) -> EveryStep | Delayed:
+    """By the recipe's own delay, or the one given."""
+    chosen = recipe(codec)
+    if (sync_every or chosen.sync_every) > 1 or chosen.whole_model:
+        return Delayed(model, optimizer, codec, sync_every)
+    return EveryStep(model, optimizer, codec)
