@@ -1,0 +1,95 @@
+"""Several workers as threads of one process: all of gradwire but the sockets.
+
+For measuring accuracy on one GPU. Every message is a real block of real frames, laid out, padded and counted as
+over a network; only the all-gather itself is a copy between threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from gradwire.aggregate.all_gather import AllGather
+
+
+class Meeting:
+    """Where the threads exchange their blocks."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.blocks: list[torch.Tensor | None] = [None] * world
+        self.barrier = threading.Barrier(world)
+
+    def gather(self, rank: int, block: torch.Tensor) -> torch.Tensor:
+        self.blocks[rank] = block
+        self.barrier.wait()
+        gathered = torch.cat([b for b in self.blocks if b is not None])
+        self.barrier.wait()
+        return gathered
+
+
+class Done:
+    """The work of a collective that is over."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class ThreadAllGather(AllGather):
+    def __init__(self, meeting: Meeting, rank: int):
+        self.meeting, self.world, self.rank = meeting, meeting.world, rank
+        self.device = torch.device("cpu")
+        self.bytes_sent = 0
+        self._capacity, self._blocks = {}, {}
+
+    def _all_gather(self, block: torch.Tensor, key: Hashable, part: str) -> tuple[torch.Tensor, Any]:
+        self.bytes_sent += (self.world - 1) * len(block)
+        return self.meeting.gather(self.rank, block), Done()
+
+
+class WholeModel:
+    """All gradients of a model as the one bucket of a DDP step."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]):
+        self._parameters = [p for p in parameters if p.grad is not None]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self._parameters
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def buffer(self) -> torch.Tensor:
+        return torch.empty(sum(p.numel() for p in self._parameters), device="meta")
+
+
+def run_workers(world: int, work: Callable[[int, Meeting], Any]) -> list[Any]:
+    """What `work(rank, meeting)` returns on every thread; an error on one ends all."""
+    meeting = Meeting(world)
+
+    def guarded(rank: int) -> Any:
+        try:
+            return work(rank, meeting)
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        futures = [pool.submit(guarded, rank) for rank in range(world)]
+        errors = [f.exception() for f in futures]
+        real = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+        if real:
+            raise real[0]
+        return [f.result() for f in futures]
