@@ -101,6 +101,7 @@ class Worker:
     def __init__(self, options: argparse.Namespace, task: Task, rank: int, meeting: Meeting):
         self.options, self.task, self.rank = options, task, rank
         self.device = torch.device(options.device)
+        self.batch = options.batch_size or (128 if options.task == "cifar10" else task.defaults.batch_size)
         spec, sync_every, outer = RUNS[options.one]
         with meeting_lock:  # the global generator: one model at a time
             torch.manual_seed(options.seed)
@@ -115,6 +116,8 @@ class Worker:
             )
         else:
             self.optimizer = task.build_optimizer(self.model, self.lr)
+        if self.device.type == "cuda":
+            self._graph(task, meeting)
         exchange = ThreadAllGather(meeting, rank)
         self.state: gradwire.ddp.State | None = None
         self.local: gradwire.LocalSGD | None = None
@@ -129,8 +132,24 @@ class Worker:
             self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer)
             self.state.mean._exchange = exchange
 
+    def _graph(self, task: Task, meeting: Meeting) -> None:
+        """Record forward and backward as CUDA graphs, one thread after the other: nothing else may run meanwhile."""
+        inputs = task.train_batch(torch.arange(self.batch), torch.Generator())[0].to(self.device)
+        buffers = [b.clone() for b in self.model.buffers()]
+        self.replayed = self.model
+        for rank in range(WORKERS):
+            if rank == self.rank:
+                with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+                    self.replayed = torch.cuda.make_graphed_callables(self.model, (inputs,))
+                torch.cuda.synchronize()
+            meeting.barrier.wait()
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
     def train(self) -> dict[str, Any]:
-        batch = self.options.batch_size or (128 if self.options.task == "cifar10" else self.task.defaults.batch_size)
+        self.model.train()
+        batch = self.batch
         per_epoch = self.task.train_size // (batch * WORKERS)
         last = self.options.steps or per_epoch * self.options.epochs
         step = 0
@@ -159,8 +178,8 @@ class Worker:
         inputs = inputs.to(self.device)
         if self.device.type != "cuda":
             return self.model(inputs)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return self.model(inputs).float()
+        with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+            return (self.replayed if self.model.training else self.model)(inputs).float()
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
