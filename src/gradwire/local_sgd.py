@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -114,30 +115,41 @@ class LocalSGD:
     def _start_alike(self) -> None:
         """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
         if self.pending == 0:
-            self._follow_model()
-        frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        others = [] if self._started else [b for b in self.model.buffers() if not b.is_floating_point()]
-        sha = hashlib.sha256()
-        for tensor in (*self._anchor.values(), *self._buffers.common.values(), *frozen, *others):
-            sha.update(tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data)
+            for name, parameter in self._parameters.items():
+                if not torch.equal(parameter, self._anchor[name].to(parameter.dtype)):
+                    self._anchor[name].copy_(parameter)  # such as by loading a model between two blocks
+            self._buffers.follow()
         exchange = self.mean.exchange
-        states = exchange.gather_short(sha.digest() + bytes([self.pending > 0]))
-        if len({state[:-1] for state in states}) > 1:
+        states = exchange.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
+        if len({state[:4] for state in states}) > 1:
+            raise AggregateError("ranks have different models or specs: all must have the same")
+        if len({state[4:-1] for state in states}) > 1:
             if any(state[-1] for state in states):
                 raise AggregateError(
                     "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
                 )
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 exchange.broadcast(tensor)
-            self._follow_model()
+            for name, parameter in self._parameters.items():
+                self._anchor[name].copy_(parameter)
+            self._buffers.follow()
         self._started = True
 
-    def _follow_model(self) -> None:
-        """Between rounds the model may have been changed, such as by loading it."""
-        for name, parameter in self._parameters.items():
-            if not torch.equal(parameter, self._anchor[name].to(parameter.dtype)):
-                self._anchor[name].copy_(parameter)
-        self._buffers.follow()
+    def _shapes(self) -> bytes:
+        """What differs where ranks have other tensors, or code them differently."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        text = f"{self.mean.recipes} {[(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in named]}"
+        return zlib.crc32(text.encode()).to_bytes(4, "little")
+
+    def _digest(self) -> bytes:
+        """What differs where ranks have other numbers in them."""
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        # Integer buffers count the steps of a rank, and may differ later.
+        integers = [] if self._started else [b for b in self.model.buffers() if not b.is_floating_point()]
+        sha = hashlib.sha256()
+        for tensor in (*self._anchor.values(), *self._buffers.common.values(), *frozen, *integers):
+            sha.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return sha.digest()
 
     def _after_step(self) -> None:
         self.steps += 1

@@ -184,7 +184,9 @@ class Mean:
             for frame, piece in zip(frames, pieces, strict=True):
                 header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
                 if header.elements != sum(piece.sizes):
-                    raise FrameError(f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}")
+                    raise FrameError(
+                        f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}"
+                    )
                 self.finite &= not header.nonfinite
                 if len(piece.tensors) == 1:
                     codecs.decode_payload(header, payload, piece.tensors[0], weight, accumulate)
