@@ -52,7 +52,8 @@ def recipe_of(name: str, recipes: Recipes) -> Recipe:
 
 
 def divide(tensors: Named, recipes: Recipes, clock: int) -> list[Piece]:
-    """Small tensors share a frame, and so do all that entries are selected from together; others have their own."""
+    """Small tensors share a frame where that changes nothing for any of them, since DDP hands over others together
+    in its first step; tensors that entries are selected from together share one too. All others have their own."""
     shared: dict[str, Piece] = {}
     single: list[Piece] = []
     for name, tensor in tensors:
@@ -61,7 +62,8 @@ def divide(tensors: Named, recipes: Recipes, clock: int) -> list[Piece]:
         if small and chosen.small is not None:
             chosen = chosen.small
         codec = chosen.at(clock)
-        if chosen.whole_model or (small and not codec.stochastic):
+        coded_alone = (codec.converter.lists_segments or codec.converter.elementwise) and not codec.stochastic
+        if chosen.whole_model or (small and coded_alone):
             piece = shared.setdefault(str(chosen), Piece(chosen, codec))
         else:
             piece = Piece(chosen, codec)
