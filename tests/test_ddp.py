@@ -7,105 +7,33 @@ In the first launch everything goes well; in the second, peers disagree, hang an
 from __future__ import annotations
 
 import copy
-import datetime
-import hashlib
-import multiprocessing
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError, GradwireError, SpecError, wire
-from helpers import bits, native
+from helpers import native
+from ranks import WORLD, Net, Tensors, connect, digest, launch, loss_of
 
-WORLD = 3
 STEPS = 100 if native else 20  # the reference kernels take half a second a step
 DECAY = 0.9
 SMALL_BUCKETS = 0.001  # MB: three of them for the model below
-Tensors = dict[str, torch.Tensor]
-
-
-# ── launching ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def launch(work: Callable[[int, Path], object], folder: Path, seconds: float) -> list[object]:
-    """What `work(rank, folder)` returned in each process; None where the process was killed."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    results = []
-    for rank, process in enumerate(processes):
-        path = folder / f"{rank}.pt"
-        result = torch.load(path, weights_only=False) if path.exists() else None
-        assert not isinstance(result, str), f"rank {rank}:\n{result}"
-        assert result is not None or process.exitcode == -signal.SIGKILL, f"rank {rank} left {process.exitcode}"
-        results.append(result)
-    assert not late, f"ranks {late} did not end within {seconds} seconds"
-    return results
-
-
-def _run(work: Callable[[int, Path], object], rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        result = work(rank, folder)
-    except BaseException:
-        result = traceback.format_exc()
-    torch.save(result, folder / f"{rank}.pt")
-
-
-def connect(rank: int, folder: Path, name: str, seconds: float = 60) -> None:
-    """A process group of its own for each scenario that breaks it; meeting in a file needs no free port."""
-    timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=WORLD, timeout=timeout)
 
 
 # ── a model, its batches and its true gradients ───────────────────────────────────────────────────
 
 
-class Net(nn.Module):
-    """Parameters above and below the size from which they travel alone (4096 entries)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(20, 70)
-        self.big = nn.Linear(70, 64)
-        self.norm = nn.LayerNorm(64)
-        self.last = nn.Linear(64, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(torch.relu(self.big(torch.tanh(self.first(x))))))
-
-
 def make_ddp(dtype: torch.dtype = torch.float32, cap: float = SMALL_BUCKETS) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(Net().to(dtype), bucket_cap_mb=cap)
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(16, 20, generator=generator).to(dtype)
-    y = torch.randint(5, (16,), generator=generator)
-    return nn.functional.cross_entropy(model(x).float(), y)
 
 
 def true_gradients(model: DistributedDataParallel, rank: int, step: int, scale: float = 1.0) -> Tensors:
@@ -121,13 +49,6 @@ def backward(model: DistributedDataParallel, rank: int, step: int, scale: float 
     model.zero_grad()
     (scale * loss_of(model, rank, step)).backward()
     return {name: p.grad.clone() for name, p in model.module.named_parameters()}
-
-
-def digest(tensors: Tensors) -> str:
-    whole = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        whole.update(name.encode() + bits(tensor))
-    return whole.hexdigest()
 
 
 def parameters_of(model: DistributedDataParallel) -> Tensors:

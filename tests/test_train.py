@@ -238,6 +238,17 @@ def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: 
     assert threads > 1 or summary["runs"][0]["digest"] == straight["runs"][0]["digest"]
 
 
+def test_local_steps_between_syncs(tmp_path: Path) -> None:
+    """Resuming in the middle of a round is tested in test_local_sgd.py, with three workers."""
+    saved, path = tmp_path / "run.pt", tmp_path / "figures.json"
+    options = ("--codec", "co3", "--sync-every", "4", "--steps", "10", "--batch-size", "8")
+    run_figures = figures(path, *options, "--save", str(saved))["runs"][0]
+    assert run_figures["dense_bytes"] == 10 * 4 * run_figures["parameters"]
+    assert run_figures["ratio"] > 3 * 8  # ten steps, three syncs
+    resumed = figures(path, "--resume", str(saved), "--steps", "12")
+    assert (resumed["sync_every"], resumed["runs"][0]["measured_steps"]) == (4, 2)
+
+
 # ── errors ──
 
 
@@ -250,6 +261,8 @@ def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: 
         ("--workers 0", "--workers must be at least 1, not 0"),
         ("--batch-size -3", "--batch-size must be at least 1, not -3"),
         ("--lr 0", "--lr must be above 0"),
+        ("--sync-every 0", "--sync-every must be at least 1, not 0"),
+        ("--device tpu", "unknown --device 'tpu'"),
         ("--seed -1", "--seed must be from 0"),
         ("--timeout 0", "--timeout must be 0.01 seconds or more"),
         ("--epochs 2 --steps 10", "give --epochs or --steps, not both"),

@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import aggregate
 from .aggregate.all_gather import AllGather
-from .aggregate.mean import Mean, Spec
-from .correct import momentum
+from .aggregate.mean import Mean
+from .aggregate.pieces import Spec
+from .catalogue import Recipe
+from .correct.momentum import Takeover
 from .errors import GradwireError, SpecError
 
 
@@ -53,8 +55,9 @@ class State:
         self._names: dict[int, str] = {}
         self._pending: list[Pending] = []
         self._optimizer: torch.optim.Optimizer | None = None
+        self._takeover: Takeover | None = None
         for chosen in self.mean.recipes.values():
-            _check_for_hook(str(chosen), chosen.sync_every, chosen.whole_model)
+            _check_for_hook(chosen, model is not None)
         if model is not None:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             for name, parameter in inner.named_parameters():
@@ -62,19 +65,8 @@ class State:
                 self.mean.recipe_of(name)
             self.mean.total = sum(p.numel() for p in inner.parameters())
         if any(chosen.mask for chosen in self.mean.recipes.values()):
-            self._take_over_momentum(optimizer)
-
-    def _take_over_momentum(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None:
-            raise SpecError(
-                "this recipe masks momentum where it sends, and a hook cannot see the optimizer: pass optimizer= to "
-                "attach, use gradwire.LocalSGD, or switch it off in the spec (mask=off)"
-            )
-        if not self._names:
-            raise SpecError("a recipe that masks momentum needs the model too: State(spec, model, optimizer=…)")
-        factors = momentum.take_over(optimizer)
-        self.mean.factors = {self._names[i]: factor for i, factor in factors.items() if i in self._names}
-        self._optimizer = optimizer
+            self._optimizer = _checked_for_momentum(optimizer, self._names)
+            self.open()
 
     @property
     def exchange(self) -> AllGather:
@@ -91,6 +83,8 @@ class State:
         try:
             if bucket.buffer().layout != torch.strided:
                 raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
+            if self._takeover is not None:
+                self.mean.factors = self._by_name(self._takeover.factors())
             named = [(self._name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
             self.dense_bytes += 4 * bucket.buffer().numel()
             frames = self.mean.start((bucket.index(), bucket.buffer().numel()), named)
@@ -130,21 +124,51 @@ class State:
         self.mean.load_state_dict(state, set(self._names.values()))
         self._steps_before = self.steps
 
+    def open(self) -> None:
+        """Take over the optimizer's momentum, where a recipe masks it."""
+        if self._optimizer is not None and self._takeover is None:
+            self._takeover = Takeover(self._optimizer)
+            self.mean.velocity.memory.update(self._by_name(self._takeover.take_buffers()))
+
     def close(self) -> None:
-        """The optimizer gets its momentum back."""
-        if self._optimizer is not None:
-            momentum.give_back(self._optimizer)
-            self._optimizer = None
+        """The optimizer has its momentum again, from zero on."""
+        if self._takeover is not None:
+            self._takeover.release()
+            self._takeover = None
+            self.mean.factors = {}
+
+    def _by_name(self, by_id: dict[int, Any]) -> dict[str, Any]:
+        return {self._names[i]: value for i, value in by_id.items()}
 
 
-def _check_for_hook(spec: str, sync_every: int, whole_model: bool) -> None:
-    if sync_every > 1:
-        raise SpecError(f"{spec} sends only every {sync_every} steps: use gradwire.LocalSGD, not a hook of DDP")
-    if whole_model:
+def _check_for_hook(chosen: Recipe, model_is_known: bool) -> None:
+    if chosen.sync_every > 1:
         raise SpecError(
-            f"{spec} selects over the whole model, but DDP hands over one bucket at a time: "
+            f"{chosen} sends only every {chosen.sync_every} steps: use gradwire.LocalSGD, not a hook of DDP"
+        )
+    if chosen.whole_model:
+        raise SpecError(
+            f"{chosen} selects over the whole model, but DDP hands over one bucket at a time: "
             "use gradwire.LocalSGD, or scope=tensor"
         )
+    if chosen.clip and not model_is_known:
+        raise SpecError(f"{chosen} clips by the norm of the whole model, so it needs the model: State(spec, model)")
+
+
+def _checked_for_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> torch.optim.Optimizer:
+    if optimizer is None:
+        raise SpecError(
+            "this recipe masks momentum where it sends, and a hook cannot see the optimizer: pass optimizer= to "
+            "attach, use gradwire.LocalSGD, or switch it off in the spec (mask=off)"
+        )
+    if not names:
+        raise SpecError("a recipe that masks momentum needs the model too: State(spec, model, optimizer=…)")
+    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(names):
+        raise SpecError(
+            "the optimizer also holds parameters of another model, whose momentum would be lost: "
+            "give this model an optimizer of its own"
+        )
+    return optimizer
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -196,9 +220,15 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
     slot = getattr(model, "_gradwire_slot", None)
-    if slot is not None and slot.state is not None:
-        slot.state.close()  # before the next one takes the momentum over again
-    state = State(spec, model, model.process_group, optimizer)
+    before = slot.state if slot else None
+    if before:
+        before.close()  # the next one may take over the same optimizer's momentum
+    try:
+        state = State(spec, model, model.process_group, optimizer)
+    except BaseException:
+        if before:
+            before.open()
+        raise
     if slot is None:
         slot = _Slot(model.process_group)
         model.register_comm_hook(slot, _slot_hook)

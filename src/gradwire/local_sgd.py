@@ -15,26 +15,28 @@ Ranks may take different numbers of steps: one that leaves the `with` block answ
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+import hashlib
+import operator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import wire
-from .aggregate.mean import Mean, Spec
-from .catalogue import recipe
-from .correct.momentum import MOMENTS, mask_optimizer
-from .errors import GradwireError, SpecError
+from .aggregate import updates
+from .aggregate.buffers import Buffers
+from .aggregate.mean import Mean
+from .aggregate.pieces import Spec, parse_spec
+from .correct.momentum import mask_optimizer, reset_optimizer
+from .errors import AggregateError, GradwireError, SpecError
 
-LEFT, SENT = 1, 2  # bits of the note before a rank's frames: it has left the block; frames follow
-BUFFERS = "buffer:"  # before the names of buffers, which no parameter's name has
+BUFFERS = "buffer:"  # patterns of a dict spec that begin so are for buffers
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 Schedule = int | Callable[[int], int]
 
@@ -47,6 +49,8 @@ class LocalSGD:
     momentum=0.9, nesterov=True)`; by default it is the recipe's own, or plain averaging.
     """
 
+    _in_use: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
+
     def __init__(
         self,
         model: nn.Module,
@@ -57,22 +61,23 @@ class LocalSGD:
         outer: Outer | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
-        if isinstance(model, DistributedDataParallel):
-            raise GradwireError("LocalSGD takes the place of DistributedDataParallel: pass the model itself")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise GradwireError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        _check(model, optimizer)
         self.model, self.optimizer = model, optimizer
+        spec, of_buffers = _divide_spec(spec)
         self.mean = Mean(spec, process_group)
-        first = next(iter(self.mean.recipes.values()))
-        self.sync_every: Schedule = first.sync_schedule if sync_every is None else sync_every
-        if not callable(self.sync_every) and (not isinstance(self.sync_every, int) or self.sync_every < 1):
-            raise SpecError(f"sync_every must be 1 or more steps, or a function of the step, not {sync_every!r}")
-        self.mean.recipes = {f"{BUFFERS}*": recipe("bf16"), **self.mean.recipes}
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for name in self._parameters:
-            self.mean.recipe_of(name)
-        self._anchor = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._outer = (outer or first.outer)(list(self._anchor.values()))
+        self._parameters = _trainable(model)
+        self._check_recipes()
+        slowest = max(self.mean.recipes.values(), key=lambda chosen: chosen.sync_every)
+        self.sync_every: Schedule = slowest.sync_schedule if sync_every is None else sync_every
+        if not callable(self.sync_every):
+            _checked_steps(self.sync_every)
+        # The common parameters: those of the last sync, the same on all ranks, in fp32 at least.
+        self._anchor = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._parameters.items()
+        }
+        self._buffers = Buffers(model, of_buffers)
+        self._outer = (outer or slowest.outer)(list(self._anchor.values()))
         self.mean.total = sum(p.numel() for p in self._parameters.values())
         self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
         self.dense_bytes = 0
@@ -80,14 +85,19 @@ class LocalSGD:
         self._started = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
+    def _check_recipes(self) -> None:
+        for name in self._parameters:
+            if self.mean.recipe_of(name).clip:
+                raise SpecError("clip is for gradients, and LocalSGD sends updates: clip in your loop, and give clip=0")
+
     # ── around the loop ──
 
     def __enter__(self) -> LocalSGD:
-        if self._hook is not None:
-            raise GradwireError("this LocalSGD is already in use")
-        if not self._started:
-            self._start_alike()
+        if self._hook is not None or self.optimizer in self._in_use:
+            raise GradwireError("this optimizer is already in a LocalSGD block: leave that one first")
+        self._start_alike()
         self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._in_use.add(self.optimizer)
         return self
 
     def __exit__(
@@ -96,113 +106,122 @@ class LocalSGD:
         assert self._hook is not None
         self._hook.remove()
         self._hook = None
+        self._in_use.discard(self.optimizer)
         if kind is None:
-            while not self._sync(LEFT):
+            while not self._sync(left=True):
                 pass
 
+    @torch.no_grad()
     def _start_alike(self) -> None:
-        """All ranks start from rank 0's parameters and buffers."""
-        group = self.mean.exchange.group
-        source = dist.get_global_rank(group, 0)
-        for tensor in (*self._parameters.values(), *self.model.buffers()):
-            dist.broadcast(tensor.detach(), src=source, group=group)
+        """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
         if self.pending == 0:
-            self._take_anchor()
+            for name, parameter in self._parameters.items():
+                if not torch.equal(parameter, self._anchor[name].to(parameter.dtype)):
+                    self._anchor[name].copy_(parameter)  # such as by loading a model between two blocks
+            self._buffers.follow()
+        exchange = self.mean.exchange
+        states = exchange.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
+        if len({state[:4] for state in states}) > 1:
+            raise AggregateError("ranks have different models or specs: all must have the same")
+        if len({state[4:-1] for state in states}) > 1:
+            if any(state[-1] for state in states):
+                raise AggregateError(
+                    "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
+                )
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                exchange.broadcast(tensor)
+            for name, parameter in self._parameters.items():
+                self._anchor[name].copy_(parameter)
+            self._buffers.follow()
         self._started = True
 
-    @torch.no_grad()
-    def _take_anchor(self) -> None:
-        for name, parameter in self._parameters.items():
-            self._anchor[name].copy_(parameter)
+    def _shapes(self) -> bytes:
+        """What differs where ranks have other tensors, or code them differently."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        text = f"{self.mean.recipes} {[(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in named]}"
+        return zlib.crc32(text.encode()).to_bytes(4, "little")
+
+    def _digest(self) -> bytes:
+        """What differs where ranks have other numbers in them."""
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        # Integer buffers count the steps of a rank, and may differ later.
+        integers = [] if self._started else [b for b in self.model.buffers() if not b.is_floating_point()]
+        sha = hashlib.sha256()
+        for tensor in (*self._anchor.values(), *self._buffers.common.values(), *frozen, *integers):
+            sha.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return sha.digest()
 
     def _after_step(self) -> None:
         self.steps += 1
         self.pending += 1
         self.dense_bytes += 4 * self.mean.total
         every = self.sync_every(self.steps) if callable(self.sync_every) else self.sync_every
-        if self.pending >= every:
-            self._sync(0)
+        if self.pending >= _checked_steps(every):
+            self._sync()
 
     def sync(self) -> None:
         """Exchange now, whatever `sync_every` says; all ranks must call it."""
-        self._sync(0)
+        if self._hook is None:
+            raise GradwireError("sync() belongs in the `with` block")
+        self._sync()
 
     # ── one sync ──
 
     @torch.no_grad()
-    def _sync(self, left: int) -> bool:
+    def _sync(self, left: bool = False) -> bool:
         """Average the updates of all ranks that took steps; whether all ranks have left the block."""
-        send = self.pending > 0
-        updates = {name: p.float() - self._anchor[name].float() for name, p in self._parameters.items()}
-        buffers = {name: b.clone() for name, b in self.model.named_buffers() if b.is_floating_point()}
-        named = [*updates.items(), *((BUFFERS + name, b) for name, b in buffers.items())]
+        if set(_trainable(self.model)) != set(self._parameters):
+            raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
+        means = {name: _difference(p, self._anchor[name]) for name, p in self._parameters.items()}
         try:
             self.mean.clock = self.steps
-            note = left | (SENT if send else 0)
-            pending = self.mean.start("sync", named, bytes([note]), send)
-            messages = self.mean.wait(pending)
-            notes = [int(message[0]) for message in messages]
-            bodies = [m[1:] if n & SENT else None for m, n in zip(messages, notes, strict=True)]
-            usable = self._drop_nonfinite(bodies)
-            self.mean.average(pending, usable)
+            messages = updates.exchange(self.mean, self._buffers, means, self.pending > 0, left)
         except BaseException:
             self.mean.abandon_step()
             raise
-        if any(body is not None for body in usable):
-            self._move(updates)
-            for name, buffer in self.model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+        own = messages[self.mean.exchange.rank]
+        if any(message.usable for message in messages):
+            self._move(means)
             self.syncs += 1
-        sent = self.mean.take_sent()
-        mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
+        if any(message.sent for message in messages):
+            self._take_common()
+        if own.diverged:
+            # Nothing of this rank's update was used: it keeps its old error memory, and no momentum.
+            self.mean.residual.rollback()
+            reset_optimizer(self.optimizer)
+        else:
+            sent = self.mean.take_sent()
+            mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
         self.mean.end_step()
         self.pending = 0
-        return all(n & LEFT for n in notes)
+        return all(message.left for message in messages)
 
     def _move(self, means: dict[str, torch.Tensor]) -> None:
-        """The common parameters make an outer step along the mean update; this rank goes on from there."""
+        """The common parameters make an outer step along the mean update."""
         for name, anchor in self._anchor.items():
             anchor.grad = -means[name].to(anchor.dtype)
         self._outer.step()
+        for anchor in self._anchor.values():
+            anchor.grad = None
+
+    def _take_common(self) -> None:
+        """The model has the parameters and buffers that all ranks share."""
         for name, parameter in self._parameters.items():
-            self._anchor[name].grad = None
             parameter.copy_(self._anchor[name])
-
-    def _drop_nonfinite(self, bodies: list[np.ndarray | None]) -> list[np.ndarray | None]:
-        """A rank whose training has diverged must not take the others along: its update is left out."""
-        usable = list(bodies)
-        for rank, body in enumerate(bodies):
-            if body is not None and any(wire.read_header(frame).nonfinite for frame in wire.split(memoryview(body))):
-                usable[rank] = None
-                warnings.warn(f"rank {rank} has a NaN or an infinity: its update is left out", stacklevel=2)
-                if rank == self.mean.exchange.rank:
-                    self._forget()
-        if any(body is not None for body in bodies) and not any(body is not None for body in usable):
-            raise GradwireError("all ranks have a NaN or an infinity in their parameters: the training has diverged")
-        return usable
-
-    def _forget(self) -> None:
-        """Nothing of this rank's update was used: keep the old error memory, and no momentum."""
-        self.mean.residual.rollback()
-        for state in self.optimizer.state.values():
-            for key in MOMENTS:
-                if isinstance(state.get(key), torch.Tensor):
-                    state[key].zero_()
+        self._buffers.take()
 
     # ── what users see ──
 
     @contextmanager
     @torch.no_grad()
     def common_parameters(self) -> Iterator[None]:
-        """For evaluation between syncs: while it lasts, the model has the parameters that all ranks share.
+        """For evaluation between syncs: while it lasts, the model has the parameters and buffers that all ranks share.
 
-        What is done to parameters and buffers in the meantime is undone.
+        What is done to them in the meantime is undone.
         """
         tensors = [*self._parameters.values(), *self.model.buffers()]
         own = [t.clone() for t in tensors]
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._anchor[name])
+        self._take_common()
         try:
             yield
         finally:
@@ -221,23 +240,79 @@ class LocalSGD:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's error memory, its place between two syncs and the outer optimizer.
+        """This rank's error memory, its place between two syncs, the common parameters and the outer optimizer.
 
         Save the model and the optimizer of every rank beside it: between syncs they differ.
         """
-        anchor = {name: a.detach().cpu().clone() for name, a in self._anchor.items()}
-        own = {"local_steps": self.steps, "pending": self.pending, "anchor": anchor, "outer": self._outer.state_dict()}
-        return {**self.mean.state_dict(), **own}
+        return {
+            **self.mean.state_dict(),
+            "local_steps": self.steps,
+            "pending": self.pending,
+            "anchor": {name: a.detach().cpu().clone() for name, a in self._anchor.items()},
+            "buffers": {name: b.detach().cpu().clone() for name, b in self._buffers.common.items()},
+            "outer": self._outer.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        anchor = state.get("anchor")
-        if not isinstance(anchor, dict) or set(anchor) != set(self._anchor):
-            raise GradwireError("not the state of a LocalSGD of this model")
+        if self._hook is not None:
+            raise GradwireError("load the state before the `with` block")
+        for key, own in (("anchor", self._anchor), ("buffers", self._buffers.common)):
+            saved = state.get(key) if isinstance(state, Mapping) else None
+            if not isinstance(saved, Mapping) or {n: t.shape for n, t in saved.items()} != {
+                n: t.shape for n, t in own.items()
+            }:
+                raise GradwireError(f"not the state of a LocalSGD of this model: its {key!r} do not fit")
         self.mean.load_state_dict(state, set(self._parameters))
         with torch.no_grad():
-            for name, saved in anchor.items():
+            for name, saved in state["anchor"].items():
                 self._anchor[name].copy_(saved)
+            for name, saved in state["buffers"].items():
+                self._buffers.common[name].copy_(saved)
         self._outer.load_state_dict(state["outer"])
         self.steps = self._steps_before = int(state["local_steps"])
         self.pending = int(state["pending"])
         self._started = True
+
+
+def _difference(parameter: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """What local steps have added since the parameter was the anchor, rounded to its own dtype."""
+    return (parameter.to(anchor.dtype) - anchor.to(parameter.dtype).to(anchor.dtype)).float()
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _divide_spec(spec: Spec) -> tuple[Spec, dict[str, Any]]:
+    """What is for parameters, and the recipes for buffers."""
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    of_buffers = {p[len(BUFFERS) :]: s for p, s in spec.items() if isinstance(p, str) and p.startswith(BUFFERS)}
+    others = {p: s for p, s in spec.items() if not (isinstance(p, str) and p.startswith(BUFFERS))}
+    return others, parse_spec(of_buffers) if of_buffers else {}
+
+
+def _checked_steps(every: Any) -> int:
+    try:
+        if isinstance(every, bool) or operator.index(every) < 1:
+            raise TypeError
+    except TypeError:
+        raise SpecError(f"sync_every must be 1 or more steps, or a function of the step to it, not {every!r}") from None
+    return operator.index(every)
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise GradwireError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise GradwireError("LocalSGD takes the place of DistributedDataParallel: pass the model itself")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GradwireError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held & {id(p) for p in _trainable(model).values()}:
+        raise GradwireError("the optimizer holds no trainable parameter of the model")
+    if not held <= {id(p) for p in model.parameters()}:
+        raise GradwireError(
+            "the optimizer holds parameters that are not the model's, and would not be synced: "
+            "put all modules that it trains into one, such as nn.ModuleList([model, head])"
+        )

@@ -48,7 +48,8 @@ class AllGather:
         self.group: dist.ProcessGroup = group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.device = torch.device("cuda") if "nccl" in dist.get_backend(self.group) else torch.device("cpu")
-        self.bytes_sent = 0  # by this rank, copies to every peer, padding and lengths included
+        # By this rank: copies to every peer, padding and lengths included.
+        self.bytes_sent = self.bytes_received = 0
         self._capacity: dict[Hashable, int] = {}
         self._blocks: dict[tuple[Hashable, str], torch.Tensor] = {}
 
@@ -107,6 +108,25 @@ class AllGather:
         whole = np.concatenate([blocks, gathered.cpu().view(self.world, -1).numpy()], axis=1)
         return [b[PREFIX : PREFIX + n] for b, n in zip(whole, lengths, strict=True)]
 
+    def gather_short(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, which are all equally long."""
+        gathered, work = self._all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), message[:0], "short")
+        self._wait(work)
+        return [bytes(m.numpy()) for m in gathered.cpu().view(self.world, len(message))]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """All ranks get rank 0's tensor."""
+        sent = tensor.detach().to(self.device, memory_format=torch.contiguous_format)
+        try:
+            dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        size = sent.numel() * sent.element_size()
+        self.bytes_sent += size * _children(self.rank, self.world)
+        self.bytes_received += size * (self.rank > 0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)
+
     def _all_gather(self, block: torch.Tensor, key: Hashable, part: str) -> tuple[torch.Tensor, dist.Work]:
         block = block.to(self.device)
         size = self.world * len(block)
@@ -114,6 +134,7 @@ class AllGather:
         if buffer is None or len(buffer) < size:
             buffer = self._blocks[key, part] = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.bytes_sent += (self.world - 1) * len(block)
+        self.bytes_received += (self.world - 1) * len(block)
         gathered = buffer[:size]
         try:
             work = _all_gather_tensor(gathered, block, group=self.group, async_op=True)
@@ -131,6 +152,12 @@ class AllGather:
 
 def _capacity(longest: int) -> int:
     return -(-(longest + longest // SLACK) // ROUND) * ROUND
+
+
+def _children(rank: int, world: int) -> int:
+    """To how many ranks this one passes a broadcast on: Gloo's binomial tree, in which r has its bits above it."""
+    lowest = rank & -rank or world
+    return sum(1 for i in range(world.bit_length()) if 1 << i < lowest and rank + (1 << i) < world)
 
 
 def _lost(error: RuntimeError) -> AggregateError:

@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import time
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,29 +19,12 @@ import torch
 import torch.distributed as dist
 
 from .. import codecs, wire
-from ..catalogue import Recipe, recipe
+from ..catalogue import Recipe
 from ..correct.momentum import Factor, Velocity
 from ..correct.residual import Residual
-from ..errors import AggregateError, FrameError, GradwireError, SpecError
+from ..errors import AggregateError, FrameError, GradwireError
 from .all_gather import PREFIX, AllGather, Ticket
-
-SMALL = 4096  # entries: tensors below this share a frame, each with its own step
-Spec = str | Mapping[str, str]
-Named = Sequence[tuple[str, torch.Tensor]]
-
-
-@dataclass
-class Piece:
-    """What one frame carries: one large tensor, or all small ones with the same recipe."""
-
-    recipe: Recipe
-    codec: codecs.Codec  # the recipe's at this step
-    names: list[str] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return sum(t.numel() for t in self.tensors)
+from .pieces import Named, Piece, Spec, divide, fingerprint, parse_spec, recipe_of
 
 
 @dataclass
@@ -58,7 +40,7 @@ class Mean:
         self.recipes = parse_spec(spec)
         self.group = group
         self.residual, self.velocity = Residual(), Velocity()
-        self.factors: dict[str, Factor] = {}  # of the parameters whose momentum is corrected here
+        self.factors: dict[str, Factor] = {}  # of the parameters whose momentum is ours
         self.steps = self.frame_bytes = 0
         self.clock: int | None = None  # what schedules go by, where it is not the number of exchanges
         self.encode_s = self.decode_s = self.wait_s = 0.0
@@ -75,18 +57,15 @@ class Mean:
         return self._exchange
 
     def recipe_of(self, name: str) -> Recipe:
-        for pattern, chosen in self.recipes.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                return chosen
-        raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
+        return recipe_of(name, self.recipes)
 
     # ── one step ──
 
     def start(self, key: Hashable, tensors: Named, note: bytes = b"", send: bool = True) -> Pending:
         """Encode and send the tensors (or only receive), and before them a note of this rank."""
-        pieces = self._pieces(tensors)
+        pieces = divide(tensors, self.recipes, self.steps if self.clock is None else self.clock)
         block, length = self._encode(key, pieces if send else [], note)
-        return Pending(pieces, self.exchange.start(key, block, length, lambda: _fingerprint(pieces)))
+        return Pending(pieces, self.exchange.start(key, block, length, lambda: fingerprint(pieces)))
 
     def ready(self, pending: Pending) -> bool:
         return self.exchange.ready(pending.ticket)
@@ -108,37 +87,26 @@ class Mean:
         given = [(rank, message) for rank, message in enumerate(messages) if message is not None]
         for i, (rank, message) in enumerate(given):
             self._decode(rank, message, pending.pieces, 1 / len(given), accumulate=i > 0)
+        for piece in pending.pieces if self.factors else ():
+            if not piece.recipe.mask:  # momentum after the exchange, as the optimizer itself would have it
+                for name, tensor in zip(piece.names, piece.tensors, strict=True):
+                    tensor.copy_(self._accelerated(name, tensor))
         self.decode_s += time.perf_counter() - start
 
     def end_step(self) -> None:
         for memory in (self.residual, self.velocity):
             memory.commit() if self.finite else memory.rollback()
+        self._sent.clear()
         self.finite = True
         self.steps += 1
 
     def abandon_step(self) -> None:
         self.residual.rollback()
         self.velocity.rollback()
+        self._sent.clear()
         self.finite = True
 
     # ── encoding ──
-
-    def _pieces(self, tensors: Named) -> list[Piece]:
-        shared: dict[str, Piece] = {}
-        single: list[Piece] = []
-        for name, tensor in tensors:
-            chosen = self.recipe_of(name)
-            if tensor.numel() < SMALL and chosen.small is not None:
-                chosen = chosen.small
-            codec = chosen.at(self.steps if self.clock is None else self.clock)
-            if chosen.whole_model or (tensor.numel() < SMALL and not codec.stochastic):
-                piece = shared.setdefault(str(chosen), Piece(chosen, codec))
-            else:
-                piece = Piece(chosen, codec)
-                single.append(piece)
-            piece.names.append(name)
-            piece.tensors.append(tensor)
-        return [*shared.values(), *single]
 
     def _encode(self, key: Hashable, pieces: list[Piece], note: bytes) -> tuple[torch.Tensor, int]:
         start = time.perf_counter()
@@ -167,17 +135,16 @@ class Mean:
         else:
             flat = torch.cat([s.reshape(-1) for s in sources])
             before = torch.cat([b.reshape(-1) for b, _ in pairs]) if pairs else None
-            sizes = [s.numel() for s in sources]
-            length = codec.encode_into(flat, out, residual=before, decay=decay, seed=seed, segments=sizes)
+            length = codec.encode_into(flat, out, residual=before, decay=decay, seed=seed, segments=piece.sizes)
             if before is not None:
-                for (_, after), updated in zip(pairs, before.split(sizes), strict=True):
+                for (_, after), updated in zip(pairs, before.split(piece.sizes), strict=True):
                     after.view(-1).copy_(updated)
         if piece.recipe.mask:
             self._note_sent(piece, out[:length])
         return length
 
     def _source(self, piece: Piece, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or the velocity it adds to, where the codec wants it."""
+        """The tensor, clipped, or the velocity that it adds to; where the codec wants it."""
         if not piece.codec.converter.any_device:
             tensor = tensor.cpu()
         clip = self.recipe_of(name).clip
@@ -186,12 +153,16 @@ class Mean:
             limit = clip * (tensor.numel() / self.total / self.exchange.world) ** 0.5
             norm = float(tensor.float().norm())
             tensor = tensor * (limit / norm) if norm > limit else tensor
-        return self.velocity.push(name, tensor, self.factors[name]) if name in self.factors else tensor
+        return self._accelerated(name, tensor) if piece.recipe.mask else tensor
+
+    def _accelerated(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        factor = self.factors.get(name)
+        return gradient if factor is None else self.velocity.push(name, gradient, factor)
 
     def _note_sent(self, piece: Piece, frame: torch.Tensor) -> None:
         """Which entries of each tensor this frame carries."""
         flat = codecs.decode(frame).reshape(-1) != 0
-        for name, sent in zip(piece.names, flat.split([t.numel() for t in piece.tensors]), strict=True):
+        for name, sent in zip(piece.names, flat.split(piece.sizes), strict=True):
             if name in self.factors:
                 self.velocity.mask(name, sent)
             else:
@@ -212,8 +183,10 @@ class Mean:
                 raise FrameError(f"{len(frames)} frames, expected {len(pieces)}")
             for frame, piece in zip(frames, pieces, strict=True):
                 header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
-                if header.elements != piece.count:
-                    raise FrameError(f"{header.elements} elements for {', '.join(piece.names)}, expected {piece.count}")
+                if header.elements != sum(piece.sizes):
+                    raise FrameError(
+                        f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}"
+                    )
                 self.finite &= not header.nonfinite
                 if len(piece.tensors) == 1:
                     codecs.decode_payload(header, payload, piece.tensors[0], weight, accumulate)
@@ -228,11 +201,10 @@ class Mean:
     # ── what is kept ──
 
     def stats(self) -> dict[str, float]:
-        sent = self._exchange.bytes_sent if self._exchange else 0
         return {
             "frame_bytes": self.frame_bytes,
-            "wire_bytes_sent": sent,
-            "wire_bytes_received": sent,  # an all-gather brings as much from the peers as it takes to them
+            "wire_bytes_sent": self._exchange.bytes_sent if self._exchange else 0,
+            "wire_bytes_received": self._exchange.bytes_received if self._exchange else 0,
             "encode_s": self.encode_s,
             "decode_s": self.decode_s,
             "wait_s": self.wait_s,
@@ -263,20 +235,3 @@ def _decode_several(
             tensor.add_(shaped)
         else:
             tensor.copy_(shaped)
-
-
-def _fingerprint(pieces: list[Piece]) -> int:
-    """A number that differs where ranks would send different tensors, or code them differently."""
-    text = ";".join(f"{p.recipe}:{p.names}:{[tuple(t.shape) for t in p.tensors]}" for p in pieces)
-    return zlib.crc32(text.encode())
-
-
-def parse_spec(spec: Spec) -> dict[str, Recipe]:
-    """A recipe for every pattern of parameter names."""
-    if isinstance(spec, str):
-        return {"*": recipe(spec)}
-    if not isinstance(spec, Mapping) or not spec:
-        raise SpecError("a spec is a string, or a dict from patterns of parameter names to strings")
-    if not all(isinstance(pattern, str) for pattern in spec):
-        raise SpecError("the patterns of a dict spec are strings such as '*.bias'")
-    return {pattern: recipe(s) for pattern, s in spec.items()}

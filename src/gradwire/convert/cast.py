@@ -15,6 +15,7 @@ TARGETS = (torch.float16, torch.bfloat16)
 class Cast(Converter):
     wire_id = CAST
     any_device = True
+    elementwise = True
 
     def __init__(self, target: torch.dtype):
         self.target = target

@@ -21,6 +21,7 @@ class Converter(ABC):
     wire_id: int  # of the function that decodes the payload
     stochastic = False  # frames depend on the seed
     any_device = False  # takes tensors as they are; otherwise they come as copies on the CPU
+    elementwise = False  # every entry is coded for itself, whatever the others are
     lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
     stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
 

@@ -13,6 +13,7 @@ from .job import Converter, Job, combine, limit_to, require_finite
 class Stored(Converter):
     wire_id = STORED
     any_device = True
+    elementwise = True
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
         job.require_finite()

@@ -3,7 +3,7 @@
 An optimizer that adds momentum after the exchange gives an entry that waited n steps in the error memory the
 momentum of one step. So the velocity is accumulated before the exchange, by every worker for itself:
 
-    v ← m·v + g        (Nesterov: v ← m·(v + g), and v + g is passed on)
+    v ← m·v + g        (g with SGD's weight decay; Nesterov: g + m·v is passed on in place of v)
     sent = C(v + e)    and e ← v + e − sent, as with any codec
     v ← 0 where sent ≠ 0    (momentum factor masking: what was sent must not push a second time)
 
@@ -14,20 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
-from ..errors import SpecError
+from ..errors import GradwireError, SpecError
 
-MOMENTS = ("momentum_buffer", "exp_avg", "momentum")  # what SGD, the Adams and RMSprop call it
+MOMENTS = ("momentum_buffer", "exp_avg")  # what SGD and RMSprop, and the Adams call it
 
 
 @dataclass(frozen=True)
 class Factor:
-    """How a parameter group uses momentum."""
+    """How SGD makes a step of a parameter's gradient."""
 
+    parameter: torch.Tensor
     momentum: float
     nesterov: bool
+    weight_decay: float
 
 
 class Velocity:
@@ -38,23 +42,25 @@ class Velocity:
         self._pending: dict[str, torch.Tensor] = {}
 
     def push(self, name: str, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
-        """What to send in place of the gradient."""
-        before = self.memory.get(name)
+        """What to send, or to step along, in place of the gradient: the arithmetic of torch.optim.SGD, in fp32."""
         gradient = gradient.float()
+        if factor.weight_decay:
+            parameter = factor.parameter.detach().float().to(gradient.device)
+            gradient = gradient.add(parameter, alpha=factor.weight_decay)
+        if not factor.momentum:
+            return gradient
+        before = self.memory.get(name)
         if before is None:
-            before = torch.zeros_like(gradient)
-        before = before.to(gradient.device)
-        if factor.nesterov:
-            velocity = (before + gradient) * factor.momentum
-            passed_on = velocity + gradient
+            velocity = gradient.clone()
         else:
-            velocity = before * factor.momentum + gradient
-            passed_on = velocity.clone()
+            velocity = (before.to(gradient.device) * factor.momentum).add_(gradient)
         self._pending[name] = velocity
-        return passed_on
+        return gradient.add(velocity, alpha=factor.momentum) if factor.nesterov else velocity
 
     def mask(self, name: str, sent: torch.Tensor) -> None:
-        self._pending[name].masked_fill_(sent.view_as(self._pending[name]), 0)
+        if name in self._pending:
+            velocity = self._pending[name]
+            self._pending[name] = velocity.masked_fill(sent.view_as(velocity).to(velocity.device), 0)
 
     def commit(self) -> None:
         self.memory.update(self._pending)
@@ -64,29 +70,68 @@ class Velocity:
         self._pending.clear()
 
 
-def take_over(optimizer: torch.optim.Optimizer) -> dict[int, Factor]:
-    """From now on momentum is ours: each parameter's factor, by id; the optimizer's own are set to 0."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        raise SpecError(
-            f"momentum correction is defined for SGD, not {type(optimizer).__name__}: use gradwire.LocalSGD, which "
-            "masks the momentum of any optimizer, or switch it off in the spec (mask=off)"
-        )
-    if any(group["dampening"] for group in optimizer.param_groups):
-        raise SpecError("momentum correction knows no dampening: build the SGD optimizer with dampening=0")
-    factors = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            factors[id(parameter)] = Factor(group["momentum"], bool(group["nesterov"]))
-        # SGD checks that Nesterov has a momentum when it is built, not later.
-        group["gradwire_momentum"], group["momentum"] = group["momentum"], 0
-    return factors
+class Takeover:
+    """While it lasts, momentum and weight decay are ours, and the optimizer's own steps know neither.
 
+    Its groups show both as ever, for schedulers and checkpoints: they are 0 only while `step` runs.
+    """
 
-def give_back(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer has its momentum again, from zero on."""
-    for group in optimizer.param_groups:
-        if "gradwire_momentum" in group:
-            group["momentum"] = group.pop("gradwire_momentum")
+    _taken: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise SpecError(
+                f"momentum correction is defined for SGD, not {type(optimizer).__name__}: use gradwire.LocalSGD, which "
+                "masks the momentum of any optimizer, or switch it off in the spec (mask=off)"
+            )
+        if any(group["dampening"] for group in optimizer.param_groups):
+            raise SpecError("momentum correction knows no dampening: build the SGD optimizer with dampening=0")
+        if optimizer in self._taken:
+            raise GradwireError("another model has taken over this optimizer's momentum: detach it first")
+        self.optimizer = optimizer
+        self._held: list[tuple[dict[str, Any], float, float]] = []
+        self._taken.add(optimizer)
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._hold()),
+            optimizer.register_step_post_hook(lambda *_: self._restore()),
+        ]
+
+    def factors(self) -> dict[int, Factor]:
+        """Of each parameter, by id, as the optimizer's groups have them now."""
+        self._restore()  # of no effect, unless the last step failed midway
+        return {
+            id(p): Factor(
+                p, g["momentum"], bool(g["nesterov"]), -g["weight_decay"] if g["maximize"] else g["weight_decay"]
+            )
+            for g in self.optimizer.param_groups
+            for p in g["params"]
+        }
+
+    def take_buffers(self) -> dict[int, torch.Tensor]:
+        """The velocities that the optimizer has by now; it starts from zero when it gets its momentum back."""
+        found = {}
+        for parameter, state in self.optimizer.state.items():
+            buffer = state.pop("momentum_buffer", None)
+            if buffer is not None:
+                found[id(parameter)] = buffer.detach().float().clone()
+        return found
+
+    def release(self) -> None:
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._taken.discard(self.optimizer)
+
+    def _hold(self) -> None:
+        self._restore()
+        for group in self.optimizer.param_groups:
+            self._held.append((group, group["momentum"], group["weight_decay"]))
+            group["momentum"] = group["weight_decay"] = 0
+
+    def _restore(self) -> None:
+        for group, momentum, weight_decay in self._held:
+            group["momentum"], group["weight_decay"] = momentum, weight_decay
+        self._held.clear()
 
 
 def mask_optimizer(optimizer: torch.optim.Optimizer, sent: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -97,3 +142,11 @@ def mask_optimizer(optimizer: torch.optim.Optimizer, sent: Iterable[tuple[torch.
             moment = state.get(key)
             if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
                 moment.masked_fill_(mask.view(parameter.shape).to(moment.device), 0)
+
+
+def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """After a divergence: no momentum, and nothing that is not finite."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and (key in MOMENTS or not value.isfinite().all()):
+                value.zero_()

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
 from ..catalogue import recipe
+from ..checkpoint import CheckpointError
 from ..local_sgd import LocalSGD
 
 # torch 2.13 renamed the option, and warns of the old name.
@@ -39,6 +40,8 @@ class EveryStep:
         return self.handle.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "anchor" in state:
+            raise CheckpointError("the checkpoint is of a run with --sync-every above 1: go on with that")
         self.handle.load_state_dict(state)
 
 
@@ -61,6 +64,8 @@ class Delayed:
         return {**self.handle.state_dict(), "local": local}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "anchor" not in state:
+            raise CheckpointError("the checkpoint is of a run that exchanged every step: leave out --sync-every")
         self.handle.load_state_dict(state)
         self.forward.load_state_dict(state["local"]["model"])
         self.optimizer.load_state_dict(state["local"]["optimizer"])

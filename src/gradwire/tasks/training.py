@@ -130,6 +130,8 @@ class Training:
     def _save(self, path: Path) -> None:
         """All workers' error memories go to rank 0, which writes the file."""
         own = (torch.get_rng_state(), self.parallel.state_dict())
+        with self.parallel.common_parameters():
+            model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         gathered: list[Any] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(own, gathered)
         if gathered:
@@ -139,7 +141,7 @@ class Training:
                 step=self.step,
                 epoch=self.epoch,
                 step_in_epoch=self.step_in_epoch,
-                model=self.model.state_dict(),
+                model=model,
                 optimizer=self.optimizer.state_dict(),
                 rng=list(rng),
                 error_memory=list(error_memory),

@@ -1,0 +1,72 @@
+"""One round of LocalSGD: the mean update of all ranks that took steps, buffers included.
+
+A message is one byte of flags and, if its rank took steps since the last round (SENT), the length of the buffers'
+part (4 bytes), that part, and the frames of the parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+
+import numpy as np
+import torch
+
+from .. import wire
+from ..errors import AggregateError, FrameError, GradwireError
+from .buffers import Buffers
+from .mean import Mean
+
+LEFT, SENT = 1, 2  # flags: the rank has left the `with` block; an update follows
+_HEAD = struct.Struct("<BI")
+
+
+class Message:
+    """What a rank sent: whether it has left, and its update, if it took steps."""
+
+    def __init__(self, message: np.ndarray, buffers: Buffers):
+        flags = int(message[0])
+        self.left, self.sent = bool(flags & LEFT), bool(flags & SENT)
+        self.diverged = False  # there is a NaN or an infinity in the update
+        if self.sent:
+            _, length = _HEAD.unpack_from(message)
+            self.buffers, finite = buffers.decode(message[_HEAD.size : _HEAD.size + length].tobytes())
+            self.frames = message[_HEAD.size + length :]
+            frames = wire.split(memoryview(self.frames))
+            self.diverged = not finite or any(wire.read_header(frame).nonfinite for frame in frames)
+
+    @property
+    def usable(self) -> bool:
+        return self.sent and not self.diverged
+
+
+def exchange(mean: Mean, buffers: Buffers, updates: dict[str, torch.Tensor], send: bool, left: bool) -> list[Message]:
+    """Replace the updates and the common buffers by the means of what all ranks sent, in rank order.
+
+    A rank whose training has diverged must not take the others along: its update is left out.
+    """
+    note = bytes([LEFT * left])
+    if send:
+        part, frame_bytes = buffers.encode(seed=mean.steps << 32 | mean.exchange.rank)
+        note = _HEAD.pack(LEFT * left | SENT, len(part)) + part
+        mean.frame_bytes += frame_bytes
+    pending = mean.start("sync", list(updates.items()), note, send)
+    messages = [_read(rank, message, buffers) for rank, message in enumerate(mean.wait(pending))]
+    for rank, message in enumerate(messages):
+        if message.diverged:
+            warnings.warn(f"rank {rank} has a NaN or an infinity: its update is left out", stacklevel=2)
+    if all(message.diverged for message in messages):
+        raise GradwireError("all ranks have a NaN or an infinity in their parameters: the training has diverged")
+    mean.average(pending, [message.frames if message.usable else None for message in messages])
+    buffers.average([message.buffers for message in messages if message.usable])
+    return messages
+
+
+def _read(rank: int, message: np.ndarray, buffers: Buffers) -> Message:
+    try:
+        return Message(message, buffers)
+    except (FrameError, struct.error, IndexError) as error:
+        raise AggregateError(
+            f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
+            f"the same spec and the same version of gradwire"
+        ) from error
