@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import catalogue, wire
-from gradwire.catalogue import Entry, Parameter
+from gradwire import catalogue, spec, wire
 from gradwire.convert import stored
 from gradwire.convert.job import Converter, Job
+from gradwire.spec import Entry, Parameter
 from helpers import bits
 
 WORLD = 3
@@ -160,18 +160,18 @@ class LargestShare(Converter):
 
 def add_toy_recipe() -> None:
     """`toy`: sparse, and with all that correctors can be asked for. In worker processes only."""
-    share, switch = catalogue._number(1e-6, 1), catalogue._one_of("on", "off")
+    share, switch = spec.number(1e-6, 1), spec.one_of("on", "off")
     corrector = {
-        "decay": Parameter("1", catalogue._number(0, 1), True),
+        "decay": Parameter("1", spec.number(0, 1), True),
         "mask": Parameter("off", switch, True),
-        "warmup": Parameter("0", catalogue._number(0, 1e9), True),
+        "warmup": Parameter("0", spec.number(0, 1e9), True),
         "start": Parameter("0.25", share, True),
-        "small": Parameter("same", catalogue._one_of("same", "none", "bf16"), True),
-        "scope": Parameter("tensor", catalogue._one_of("tensor", "model"), True),
-        "clip": Parameter("0", catalogue._number(0, 1e9), True),
-        "sync_every": Parameter("1", catalogue._number(1, 1e9), True),
-        "outer_lr": Parameter("1", catalogue._number(0, 10), True),
-        "outer_momentum": Parameter("0", catalogue._number(0, 1), True),
+        "small": Parameter("same", spec.one_of("same", "none", "bf16"), True),
+        "scope": Parameter("tensor", spec.one_of("tensor", "model"), True),
+        "clip_norm": Parameter("0", spec.number(0, 1e9), True),
+        "sync_every": Parameter("1", spec.number(1, 1e9), True),
+        "outer_lr": Parameter("1", spec.number(0, 10), True),
+        "outer_momentum": Parameter("0", spec.number(0, 1), True),
     }
     catalogue.CATALOGUE["toy"] = Entry(
         "toy", "", "", lambda v: LargestShare(float(v["p"])), {"p": Parameter("0.1", share), **corrector}

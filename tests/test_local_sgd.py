@@ -249,7 +249,7 @@ def warm_up(rank: int) -> None:
             if not handle.pending:
                 counts.append(int((frames[rank]["big.weight"] != 0).sum()))
                 assert bool((frames[rank]["big.bias"] != 0).all())
-    assert counts == [1031, 359, 126, 45, 45]  # ⌈4480·p⌉ with p = 0.23, 0.08, 0.028 (two digits) and 0.01 twice
+    assert counts == [1013, 359, 127, 45, 45]  # ⌈4480·p⌉ with p = 0.226, 0.08, 0.0283 (three digits) and 0.01 twice
 
 
 def buffers_are_averaged(rank: int) -> None:
@@ -500,7 +500,7 @@ def bad_arguments(rank: int) -> None:
     ):
         check_raises(GradwireError, message, lambda m=other: LocalSGD(m, optimizer, "co3", 2))
     check_raises(GradwireError, "must be a torch.optim.Optimizer", lambda: LocalSGD(model, None, "co3", 2))
-    check_raises(SpecError, "clip in your loop", lambda: LocalSGD(model, optimizer, "toy:clip=1", 2))
+    check_raises(SpecError, "clip in your loop", lambda: LocalSGD(model, optimizer, "toy:clip_norm=1", 2))
     check_raises(
         SpecError, "a spec is a string, or a dict", lambda: LocalSGD(model, optimizer, {"buffer:*": "none"}, 2)
     )

@@ -231,7 +231,7 @@ def clipping(rank: int) -> None:
     """A tensor's share of the norm, and this rank's of the mean: clip·√(n / total / ranks)."""
     for clip, clipped in ((0.003, True), (1000, False)):
         model = make()
-        handle = gradwire.ddp.attach(model, f"toy:p=1,clip={clip}")
+        handle = gradwire.ddp.attach(model, f"toy:p=1,clip_norm={clip}")
         pushed: Tensors = {}
         handle.state.mean._source = recording(handle.state.mean._source, pushed)
         loss_of(model, rank, 0).backward()
@@ -258,7 +258,7 @@ def refusals(rank: int) -> None:
     check_raises(SpecError, "parameters of another model", lambda: attach(model, SPEC, optimizer=foreign))
     check_raises(SpecError, "scope=tensor", lambda: attach(model, "toy:scope=model"))
     check_raises(SpecError, "only every 10 steps", lambda: attach(model, "toy:sync_every=10"))
-    check_raises(SpecError, "needs the model", lambda: gradwire.ddp.State("toy:clip=1"))
+    check_raises(SpecError, "needs the model", lambda: gradwire.ddp.State("toy:clip_norm=1"))
     attach(model, "toy:mask=off", optimizer=adam)  # not needed, and not looked at
     attach(model, SPEC, optimizer=optimizer)
 

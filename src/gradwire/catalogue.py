@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -16,61 +14,17 @@ from .convert.minifloat import Minifloat
 from .convert.stored import Stored
 from .errors import SpecError, unknown_name
 from .formats import parse_format
-
-Values = dict[str, str | float]
-
-
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise SpecError(f"{text!r} is not a number from {low:g} to {high:g}")
-        return value
-
-    return parse
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise unknown_name("value", text, allowed)
-        return text
-
-    return parse
-
-
-def _format(text: str) -> str:
-    return str(parse_format(text))
-
-
-@dataclass(frozen=True)
-class Parameter:
-    default: str
-    parse: Callable[[str], str | float]
-    of_corrector: bool = False
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A line of the catalogue."""
-
-    name: str
-    description: str
-    paper: str
-    build: Callable[[Values], Converter] = field(repr=False)
-    parameters: dict[str, Parameter] = field(default_factory=dict, repr=False)
+from .recipe import Recipe
+from .spec import Entry, Parameter, Values, float_format, number, one_of, split
 
 
 def _minifloat(fmt: str, coder: str, decay: str) -> dict[str, Parameter]:
     return {
-        "format": Parameter(fmt, _format),
-        "coder": Parameter(coder, _one_of(*compress.CODERS)),
-        "model": Parameter("auto", _one_of(*compress.MODELS)),
-        "rounding": Parameter("nearest", _one_of("nearest", "stochastic")),
-        "decay": Parameter(decay, _number(0, 1), of_corrector=True),
+        "format": Parameter(fmt, float_format),
+        "coder": Parameter(coder, one_of(*compress.CODERS)),
+        "model": Parameter("auto", one_of(*compress.MODELS)),
+        "rounding": Parameter("nearest", one_of("nearest", "stochastic")),
+        "decay": Parameter(decay, number(0, 1), of_corrector=True),
     }
 
 
@@ -94,80 +48,6 @@ _ENTRIES = [
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A codec, and how the training around it corrects what the codec leaves out."""
-
-    codec: Codec
-    spec: str
-    entry: Entry = field(repr=False)
-    values: Values = field(repr=False, hash=False)
-
-    def __str__(self) -> str:
-        return self.spec
-
-    @property
-    def decay(self) -> float:
-        """Error memory decays by this factor each step; 0 means no memory."""
-        return float(self.values.get("decay", 0))
-
-    @property
-    def mask(self) -> bool:
-        """Whether momentum is accumulated by each worker, and cleared where it was sent."""
-        return self.values.get("mask") == "on"
-
-    @property
-    def clip(self) -> float:
-        """The largest norm of a worker's gradient; 0 for any."""
-        return float(self.values.get("clip", 0))
-
-    @property
-    def small(self) -> Recipe | None:
-        """The recipe of tensors with few entries, where it is another one."""
-        name = self.values.get("small", "same")
-        return None if name == "same" else recipe(str(name))
-
-    @property
-    def whole_model(self) -> bool:
-        """Whether entries are selected over all tensors together."""
-        return self.values.get("scope") == "model"
-
-    @property
-    def sync_every(self) -> int:
-        """Local steps between exchanges (communication delay)."""
-        return int(self.values.get("sync_every", 1))
-
-    @property
-    def sync_schedule(self) -> int | Callable[[int], int]:
-        """`sync_every`, or what takes its place during warm-up."""
-        return self.sync_every
-
-    def outer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """The outer optimizer of delayed recipes: plain averaging, or Nesterov momentum on the mean updates."""
-        lr, momentum = float(self.values.get("outer_lr", 1)), float(self.values.get("outer_momentum", 0))
-        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
-
-    def at(self, step: int) -> Codec:
-        """The codec of this step: during warm-up, p falls geometrically from `start` to its own value."""
-        warmup = float(self.values.get("warmup", 0))
-        if step >= warmup:
-            return self.codec
-        share = step / warmup
-        p = float(self.values["start"]) ** (1 - share) * float(self.values["p"]) ** share
-        return _codec_with_p(self.spec, float(f"{p:.2g}"))
-
-
-@lru_cache(maxsize=256)
-def _codec_with_p(spec: str, p: float) -> Codec:
-    entry, values = recipe(spec).entry, recipe(spec).values
-    return _codec(entry, {**values, "p": p})
-
-
-def _codec(entry: Entry, values: Values) -> Codec:
-    keys = [k for k, p in entry.parameters.items() if not p.of_corrector]
-    return Codec(_spell(entry.name, values, keys), entry.build(values))
-
-
 def recipe(spec: str) -> Recipe:
     """Parse `name[:key=value,…]`."""
     if not isinstance(spec, str):
@@ -177,38 +57,17 @@ def recipe(spec: str) -> Recipe:
 
 @lru_cache(maxsize=1024)
 def _recipe(spec: str) -> Recipe:
-    name, colon, rest = spec.strip().partition(":")
+    name, given = split(spec)
     if name not in CATALOGUE:
         raise unknown_name("recipe", name, CATALOGUE)
     entry = CATALOGUE[name]
-    given = _split(name, rest) if colon else {}
-    for key in given:
-        if key not in entry.parameters:
-            raise unknown_name(f"parameter of {name}", key, entry.parameters or ["none at all"])
-    values: Values = {}
-    for key, parameter in entry.parameters.items():
-        try:
-            values[key] = parameter.parse(given.get(key, parameter.default))
-        except SpecError as error:
-            raise SpecError(f"{name}: {key}: {error}") from None
-    return Recipe(_codec(entry, values), _spell(name, values, list(values)), entry, values)
-
-
-def _split(name: str, rest: str) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for item in rest.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not (key and equals and value) or key in given:
-            raise SpecError(
-                f"cannot read {item!r} in the spec of {name!r}: write {name}:key=value,key=value, each key once"
-            )
-        given[key] = value
-    return given
-
-
-def _spell(name: str, values: Values, keys: list[str]) -> str:
-    text = ",".join(f"{k}={values[k]}" for k in keys)
-    return f"{name}:{text}" if text else name
+    values = entry.read(given)
+    small = str(values.get("small", "same"))
+    last = f"stc:p={values['flush']},decay={values['decay']},small={small}" if values.get("flush") else None
+    return Recipe(
+        entry.spell(values), entry.codec(values), entry, values,
+        None if small == "same" else recipe(small), recipe(last) if last else None,
+    )  # fmt: skip
 
 
 def codec(spec: str) -> Codec:

@@ -21,9 +21,9 @@ from . import aggregate
 from .aggregate.all_gather import AllGather
 from .aggregate.mean import Mean
 from .aggregate.pieces import Spec
-from .catalogue import Recipe
 from .correct.momentum import Takeover
 from .errors import GradwireError, SpecError
+from .recipe import Recipe
 
 
 @dataclass
@@ -63,7 +63,7 @@ class State:
             for name, parameter in inner.named_parameters():
                 self._names[id(parameter)] = name
                 self.mean.recipe_of(name)
-            self.mean.total = sum(p.numel() for p in inner.parameters())
+            self.mean.know_model([(name, p) for name, p in inner.named_parameters() if p.requires_grad])
         if any(chosen.mask for chosen in self.mean.recipes.values()):
             self._optimizer = _checked_for_momentum(optimizer, self._names)
             self.open()
@@ -142,15 +142,8 @@ class State:
 
 
 def _check_for_hook(chosen: Recipe, model_is_known: bool) -> None:
-    if chosen.sync_every > 1:
-        raise SpecError(
-            f"{chosen} sends only every {chosen.sync_every} steps: use gradwire.LocalSGD, not a hook of DDP"
-        )
-    if chosen.whole_model:
-        raise SpecError(
-            f"{chosen} selects over the whole model, but DDP hands over one bucket at a time: "
-            "use gradwire.LocalSGD, or scope=tensor"
-        )
+    if chosen.delayed:
+        raise SpecError(f"{chosen} {chosen.delayed}: use gradwire.LocalSGD, not a hook of DDP")
     if chosen.clip and not model_is_known:
         raise SpecError(f"{chosen} clips by the norm of the whole model, so it needs the model: State(spec, model)")
 

@@ -77,8 +77,9 @@ class LocalSGD:
             for name, p in self._parameters.items()
         }
         self._buffers = Buffers(model, of_buffers)
+        self._buffers_every = slowest.buffers_every
         self._outer = (outer or slowest.outer)(list(self._anchor.values()))
-        self.mean.total = sum(p.numel() for p in self._parameters.values())
+        self.mean.know_model(list(self._parameters.items()))
         self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
         self.dense_bytes = 0
         self._steps_before = 0
@@ -88,7 +89,7 @@ class LocalSGD:
     def _check_recipes(self) -> None:
         for name in self._parameters:
             if self.mean.recipe_of(name).clip:
-                raise SpecError("clip is for gradients, and LocalSGD sends updates: clip in your loop, and give clip=0")
+                raise SpecError("clip_norm is for gradients, and LocalSGD sends updates: clip in your loop")
 
     # ── around the loop ──
 
@@ -110,6 +111,8 @@ class LocalSGD:
         if kind is None:
             while not self._sync(left=True):
                 pass
+            if self.mean.flushing:
+                self._sync(left=True, flush=True)
 
     @torch.no_grad()
     def _start_alike(self) -> None:
@@ -133,6 +136,8 @@ class LocalSGD:
             for name, parameter in self._parameters.items():
                 self._anchor[name].copy_(parameter)
             self._buffers.follow()
+        if self.pending == 0:
+            self._go_on()
         self._started = True
 
     def _shapes(self) -> bytes:
@@ -168,14 +173,22 @@ class LocalSGD:
     # ── one sync ──
 
     @torch.no_grad()
-    def _sync(self, left: bool = False) -> bool:
-        """Average the updates of all ranks that took steps; whether all ranks have left the block."""
+    def _sync(self, left: bool = False, flush: bool = False) -> bool:
+        """Average the updates of all ranks that took steps; whether all ranks have left the block.
+
+        To flush is to send a larger part of what is left in the error memories, when no step is to follow.
+        """
         if set(_trainable(self.model)) != set(self._parameters):
             raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
-        means = {name: _difference(p, self._anchor[name]) for name, p in self._parameters.items()}
+        means = {
+            name: _difference(p, self._anchor[name] if flush else self._beginning(name))
+            for name, p in self._parameters.items()
+        }
+        with_buffers = left or self.syncs % self._buffers_every == 0
         try:
             self.mean.clock = self.steps
-            messages = updates.exchange(self.mean, self._buffers, means, self.pending > 0, left)
+            send = flush or self.pending > 0
+            messages = updates.exchange(self.mean, self._buffers, means, send, left, with_buffers, flush)
         except BaseException:
             self.mean.abandon_step()
             raise
@@ -183,8 +196,6 @@ class LocalSGD:
         if any(message.usable for message in messages):
             self._move(means)
             self.syncs += 1
-        if any(message.sent for message in messages):
-            self._take_common()
         if own.diverged:
             # Nothing of this rank's update was used: it keeps its old error memory, and no momentum.
             self.mean.residual.rollback()
@@ -193,6 +204,9 @@ class LocalSGD:
             sent = self.mean.take_sent()
             mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
         self.mean.end_step()
+        if any(message.sent for message in messages):
+            self._buffers.take(only_averaged=True)
+            self._go_on() if not left else self._take_common()
         self.pending = 0
         return all(message.left for message in messages)
 
@@ -203,6 +217,16 @@ class LocalSGD:
         self._outer.step()
         for anchor in self._anchor.values():
             anchor.grad = None
+
+    def _beginning(self, name: str) -> torch.Tensor:
+        """Where this rank goes on from after a sync: the common parameters and `ahead` times what it did not send."""
+        ahead, memory = self.mean.recipe_of(name).ahead, self.mean.residual.memory.get(name)
+        anchor = self._anchor[name]
+        return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
+
+    def _go_on(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._beginning(name))
 
     def _take_common(self) -> None:
         """The model has the parameters and buffers that all ranks share."""

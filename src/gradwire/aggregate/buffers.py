@@ -30,14 +30,15 @@ class Buffers:
         recipes = {**recipes, "*": recipes.get("*", recipe("bf16"))}
         self.common = {name: b.detach().clone() for name, b in self._now().items()}  # as of the last sync
         self._recipes = {name: recipe_of(name, recipes) for name in self.common}
+        self._averaged: set[str] = set()
 
     def _now(self) -> dict[str, torch.Tensor]:
         return {name: b for name, b in self.model.named_buffers() if b.is_floating_point()}
 
-    def encode(self, seed: int) -> tuple[bytes, int]:
-        """This rank's part of the message, and how much of it is frames."""
+    def encode(self, seed: int, wanted: bool = True) -> tuple[bytes, int]:
+        """This rank's part of the message, and how much of it is frames; without any buffer if they are not wanted."""
         now = self._now()
-        changed = [not _equal(now[name], old) for name, old in self.common.items()]
+        changed = [wanted and not _equal(now[name], old) for name, old in self.common.items()]
         mask = np.packbits(np.array(changed, dtype=bool), bitorder="little").tobytes()
         frames = b""
         for names in self._groups(changed):
@@ -75,18 +76,20 @@ class Buffers:
 
     def average(self, ranks: Sequence[dict[str, torch.Tensor]]) -> None:
         """The common buffers become the mean of what the ranks have, in rank order."""
+        self._averaged.clear()
         for name, old in self.common.items():
             if any(name in values for values in ranks):
+                self._averaged.add(name)
                 wide = torch.promote_types(old.dtype, torch.float32)
                 total = torch.zeros(old.shape, dtype=wide, device=old.device)
                 for values in ranks:
                     total += values[name].view(old.shape).to(old.device, wide) if name in values else old.to(wide)
                 old.copy_(total / len(ranks))
 
-    def take(self) -> None:
-        """The model has the common buffers."""
+    def take(self, only_averaged: bool = False) -> None:
+        """The model has the common buffers, or those that were averaged just now."""
         for name, buffer in self._now().items():
-            if name in self.common:
+            if name in (self._averaged if only_averaged else self.common):
                 buffer.copy_(self.common[name])
 
     def follow(self) -> None:

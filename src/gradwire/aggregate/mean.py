@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from .. import codecs, wire
-from ..catalogue import Recipe
 from ..correct.momentum import Factor, Velocity
 from ..correct.residual import Residual
 from ..errors import AggregateError, FrameError, GradwireError
+from ..recipe import Recipe, budget_parts
 from .all_gather import PREFIX, AllGather, Ticket
-from .pieces import Named, Piece, Spec, divide, fingerprint, parse_spec, recipe_of
+from .pieces import Named, Piece, Recipes, Spec, divide, fingerprint, own_recipe, parse_spec, recipe_of
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Mean:
         self.clock: int | None = None  # what schedules go by, where it is not the number of exchanges
         self.encode_s = self.decode_s = self.wait_s = 0.0
         self.total = 1  # entries of the whole model, for clipping
+        self.parts: dict[str, float] = {}  # of the model's budget, for each tensor that has not its share by size
         self.finite = True  # what all ranks sent in this step
         self._exchange: AllGather | None = None
         self._messages: dict[Hashable, torch.Tensor] = {}
@@ -59,11 +60,27 @@ class Mean:
     def recipe_of(self, name: str) -> Recipe:
         return recipe_of(name, self.recipes)
 
+    @property
+    def flushing(self) -> Recipes:
+        """The recipes of a last exchange, if any asks for one; error memories go on under their names."""
+        if not any(chosen.flush for chosen in self.recipes.values()):
+            return {}
+        return {pattern: chosen.last or chosen for pattern, chosen in self.recipes.items()}
+
+    def know_model(self, tensors: Named) -> None:
+        """What has to be known of the whole model: its size, and every tensor's part of the budget."""
+        sizes = {name: t.numel() for name, t in tensors}
+        self.total = sum(sizes.values())
+        self.parts = budget_parts(sizes, {name: own_recipe(name, d, self.recipes) for name, d in sizes.items()})
+
     # ── one step ──
 
-    def start(self, key: Hashable, tensors: Named, note: bytes = b"", send: bool = True) -> Pending:
+    def start(
+        self, key: Hashable, tensors: Named, note: bytes = b"", send: bool = True, flush: bool = False
+    ) -> Pending:
         """Encode and send the tensors (or only receive), and before them a note of this rank."""
-        pieces = divide(tensors, self.recipes, self.steps if self.clock is None else self.clock)
+        recipes = self.flushing if flush else self.recipes
+        pieces = divide(tensors, recipes, self.steps if self.clock is None else self.clock, self.parts)
         block, length = self._encode(key, pieces if send else [], note)
         return Pending(pieces, self.exchange.start(key, block, length, lambda: fingerprint(pieces)))
 
@@ -144,9 +161,9 @@ class Mean:
         return length
 
     def _source(self, piece: Piece, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, clipped, or the velocity that it adds to; where the codec wants it."""
-        if not piece.codec.converter.any_device:
-            tensor = tensor.cpu()
+        """The tensor, clipped, or the velocity that it adds to; on the CPU."""
+        # Native kernels after a copy are faster than plain torch on a GPU, and error memory stays where they are.
+        tensor = tensor.cpu()
         clip = self.recipe_of(name).clip
         if clip:
             # By its size a tensor has a share of the allowed norm, and each rank has one of the mean's.

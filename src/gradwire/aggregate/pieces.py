@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..catalogue import Recipe, recipe
+from ..catalogue import recipe
 from ..codecs import Codec
 from ..errors import SpecError
+from ..recipe import Recipe
 
 SMALL = 4096  # entries: tensors below this share a frame, each with its own step
 Spec = str | Mapping[str, str]
@@ -51,17 +52,21 @@ def recipe_of(name: str, recipes: Recipes) -> Recipe:
     raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
 
 
-def divide(tensors: Named, recipes: Recipes, clock: int) -> list[Piece]:
+def own_recipe(name: str, entries: int, recipes: Recipes) -> Recipe:
+    """That of its name, or of small tensors."""
+    chosen = recipe_of(name, recipes)
+    return chosen.small if entries < SMALL and chosen.small is not None else chosen
+
+
+def divide(tensors: Named, recipes: Recipes, clock: int, parts: Mapping[str, float]) -> list[Piece]:
     """Small tensors share a frame where that changes nothing for any of them, since DDP hands over others together
     in its first step; tensors that entries are selected from together share one too. All others have their own."""
     shared: dict[str, Piece] = {}
     single: list[Piece] = []
     for name, tensor in tensors:
-        chosen = recipe_of(name, recipes)
+        chosen = own_recipe(name, tensor.numel(), recipes)
         small = tensor.numel() < SMALL
-        if small and chosen.small is not None:
-            chosen = chosen.small
-        codec = chosen.at(clock)
+        codec = chosen.at(clock, parts.get(name, 1.0))
         coded_alone = (codec.converter.lists_segments or codec.converter.elementwise) and not codec.stochastic
         if chosen.whole_model or (small and coded_alone):
             piece = shared.setdefault(str(chosen), Piece(chosen, codec))

@@ -40,17 +40,20 @@ class Message:
         return self.sent and not self.diverged
 
 
-def exchange(mean: Mean, buffers: Buffers, updates: dict[str, torch.Tensor], send: bool, left: bool) -> list[Message]:
+def exchange(
+    mean: Mean, buffers: Buffers, updates: dict[str, torch.Tensor], send: bool, left: bool,
+    with_buffers: bool = True, flush: bool = False,
+) -> list[Message]:  # fmt: skip
     """Replace the updates and the common buffers by the means of what all ranks sent, in rank order.
 
     A rank whose training has diverged must not take the others along: its update is left out.
     """
     note = bytes([LEFT * left])
     if send:
-        part, frame_bytes = buffers.encode(seed=mean.steps << 32 | mean.exchange.rank)
+        part, frame_bytes = buffers.encode(mean.steps << 32 | mean.exchange.rank, with_buffers)
         note = _HEAD.pack(LEFT * left | SENT, len(part)) + part
         mean.frame_bytes += frame_bytes
-    pending = mean.start("sync", list(updates.items()), note, send)
+    pending = mean.start("sync", list(updates.items()), note, send, flush)
     messages = [_read(rank, message, buffers) for rank, message in enumerate(mean.wait(pending))]
     for rank, message in enumerate(messages):
         if message.diverged:

@@ -76,6 +76,6 @@ def parallelize(
 ) -> EveryStep | Delayed:
     """By the recipe's own delay, or the one given."""
     chosen = recipe(codec)
-    if (sync_every or chosen.sync_every) > 1 or chosen.whole_model:
+    if (sync_every or 1) > 1 or chosen.delayed:
         return Delayed(model, optimizer, codec, sync_every)
     return EveryStep(model, optimizer, codec)
