@@ -9,10 +9,14 @@ import torch
 
 from . import compress
 from .codecs import Codec
+from .compress import positions
 from .convert.cast import Cast
 from .convert.job import Converter
 from .convert.minifloat import Minifloat
+from .convert.sbc import SBC
+from .convert.stc import STC
 from .convert.stored import Stored
+from .convert.topk import CASTS, TopK
 from .errors import SpecError, unknown_name
 from .formats import parse_format
 
@@ -43,6 +47,28 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 def _format(text: str) -> str:
     return str(parse_format(text))
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < 1:
+        raise SpecError(f"{text!r} is not a number above 0 and below 1: the share of the entries that are sent")
+    return value
+
+
+def _count(text: str) -> str | float:
+    if text == "none":
+        return text
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**48:
+        raise SpecError(f"{text!r} is not a whole number from 1 on, nor 'none', which leaves it to p")
+    return int(text)
+
+
+def _values(text: str) -> str:
+    return text if text in CASTS else _format(text)
 
 
 @dataclass(frozen=True)
@@ -77,6 +103,20 @@ def _build_minifloat(v: Values) -> Converter:
     return Minifloat(parse_format(str(v["format"])), str(v["coder"]), str(v["model"]), str(v["rounding"]))
 
 
+def _sparse(**more: Parameter) -> dict[str, Parameter]:
+    return {
+        "p": Parameter("0.01", _share),
+        "k": Parameter("none", _count),  # entries of each tensor, whatever p says
+        **more,
+        "positions": Parameter("auto", _one_of(*positions.WAYS)),
+        "decay": Parameter("1", _number(0, 1), of_corrector=True),
+    }
+
+
+def _chosen(v: Values) -> tuple[float, int | None]:
+    return float(v["p"]), None if v["k"] == "none" else int(v["k"])
+
+
 _ENTRIES = [
     Entry("none", "fp32 as it is: the baseline", "", lambda v: Stored()),
     Entry("fp16", "half precision, saturating: twice as small", "", lambda v: Cast(torch.float16)),
@@ -88,6 +128,19 @@ _ENTRIES = [
     Entry(
         "gennorm", "8-bit floats under a GenNorm Huffman code: where no error feedback can be kept",
         "arXiv 2111.07599", _build_minifloat, _minifloat("fp8", "huffman", "0"),
+    ),
+    Entry(
+        "sbc", "1% of the entries, one value, no signs: the fewest bytes; long trainings only, few steps lose accuracy",
+        "SBC, arXiv 1805.08768", lambda v: SBC(*_chosen(v), str(v["positions"])), _sparse(),
+    ),
+    Entry(
+        "stc", "1% of the entries, one magnitude, signs: a bit per position more than sbc, and both sides in each step",
+        "STC, arXiv 1903.02891", lambda v: STC(*_chosen(v), str(v["positions"])), _sparse(),
+    ),
+    Entry(
+        "topk", "1% of the entries with their values: the most accurate of the sparse; not where over 20% must be sent",
+        "DGC, arXiv 1712.01887", lambda v: TopK(*_chosen(v), str(v["values"]), str(v["positions"])),
+        _sparse(values=Parameter("bf16", _values)),
     ),
 ]  # fmt: skip
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}

@@ -1,0 +1,105 @@
+"""Positions of the entries that are sent: ascending numbers below the size of the tensor, coded by their gaps.
+
+Golomb–Rice codes them as if each entry had been drawn with the same probability. Real ones come in clusters (the
+rows of an embedding that occurred), and then it is shorter to count how often each size of gap occurs: a gap is its
+class (2ᵐ classes an octave), entropy-coded, and the low bits that the class leaves open, as they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import compress, kernels
+from ..errors import FrameError
+from ..fields import Reader, varint
+from . import golomb
+
+GOLOMB, CLASSES = 0, 1
+WAYS = ("auto", "golomb", "rans")
+FINEST = 2  # m: classes an octave, as a power of two
+CLEARLY = 0.995  # classes have to save this much to be worth their time
+
+
+def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int, bytes]:
+    """How the positions are coded, and the bytes."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    b, bits = golomb.choose(gaps, elements)
+    if way != "golomb":
+        classes = _encode_classes(gaps, elements, bits * CLEARLY if way == "auto" else None)
+        if classes is not None and (way == "rans" or 8 * len(classes) < bits):
+            return CLASSES, classes
+    return GOLOMB, bytes([b]) + kernels.golomb_encode(gaps, b)
+
+
+def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> bytes | None:
+    """None if it cannot come below `limit` bits."""
+    finest, _ = kernels.gap_classes(gaps, FINEST)
+    counts = np.bincount(finest, minlength=alphabet(len(gaps), elements, FINEST).symbols)
+    found = []
+    for m in range(FINEST + 1):
+        merged = _merge(counts, m, alphabet(len(gaps), elements, m).symbols)
+        low_bits = int(merged @ _low_bits(np.arange(len(merged)), m))
+        if limit is not None and _entropy_bits(merged) + low_bits >= limit:
+            continue
+        coding = compress.choose(alphabet(len(gaps), elements, m), merged, len(gaps), compress.RANS)
+        found.append((coding.expected_bits + low_bits, m, coding))
+    if not found:
+        return None
+    bits, m, coding = min(found, key=lambda f: f[0])
+    if limit is not None and bits >= limit:
+        return None
+    classes, low = kernels.gap_classes(gaps, m)
+    coded = compress.encode(classes, alphabet(len(gaps), elements, m), coding)
+    return bytes([m]) + varint(len(coded)) + coded + low
+
+
+def class_of(gap: int, m: int) -> int:
+    """Gaps below 2ᵐ have a class each; from there on the bit length and the m bits below the leading one count."""
+    octave = gap.bit_length() - 1
+    return gap if gap < 1 << m else (octave - m << m) + (gap >> octave - m)
+
+
+def alphabet(count: int, elements: int, m: int) -> compress.Alphabet:
+    """Classes up to that of the largest gap there can be; the frequency of the mean gap's class is not sent."""
+    spare = elements - count
+    return compress.Alphabet(class_of(spare, m) + 1, class_of(spare // count, m))
+
+
+def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
+    return np.maximum((classes >> m) - 1, 0)
+
+
+def _merge(counts: np.ndarray, m: int, symbols: int) -> np.ndarray:
+    """Counts of the finest classes, as those of coarser ones."""
+    merged = np.zeros(symbols, dtype=np.int64)
+    for c, count in enumerate(counts.tolist()):
+        low = max((c >> FINEST) - 1, 0)
+        smallest = ((c & (1 << FINEST) - 1) + (1 << FINEST) if c >= 1 << FINEST else c) << low
+        merged[class_of(smallest, m)] += count
+    return merged
+
+
+def _entropy_bits(counts: np.ndarray) -> float:
+    used = counts[counts > 0]
+    return float(used @ np.log2(used.sum() / used))
+
+
+def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
+    """`count` positions below `elements` off the front of what the reader holds."""
+    if way == GOLOMB:
+        b = reader.byte()
+        if b > golomb.LARGEST:
+            raise FrameError("invalid parameter of a Golomb code")
+        found, used = kernels.golomb_decode(reader.data[reader.position :], count, b, elements)
+        reader.take(used)
+        return found
+    if way != CLASSES:
+        raise FrameError(f"unknown code of positions {way}")
+    m = reader.byte()
+    if m > FINEST:
+        raise FrameError("invalid classes of gaps")
+    coded = Reader(reader.take(reader.varint(len(reader.data))))
+    symbols = alphabet(count, elements, m)
+    classes = compress.decode(coded, symbols, count, compress.read_head(coded, symbols))
+    low = int(np.bincount(classes, minlength=symbols.symbols) @ _low_bits(np.arange(symbols.symbols), m))
+    return kernels.join_gaps(kernels.gap_tails(classes, m, reader.take(-(-low // 8))), elements)

@@ -1,0 +1,1 @@
+"""Sparse codecs: what they choose, what they send, and what stays behind."""
