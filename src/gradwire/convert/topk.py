@@ -53,7 +53,7 @@ def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:
 
     0 where fewer entries are not zero: then all of them are sent. Exact; no more than the entries in question are kept.
     """
-    flat = [t.detach().reshape(-1).float().cpu() for t in tensors]
+    flat = [t.detach().reshape(-1).float().cpu() for t in tensors if t.numel()]
     count = math.ceil(Fraction(repr(p)) * sum(t.numel() for t in flat))
     kept, low = torch.empty(0), 1
     for tensor in flat:
