@@ -1,5 +1,8 @@
 // Argument checks of the sparse kernels.
 #include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #include "bindings.h"
 #include "sparse.h"
@@ -9,12 +12,63 @@ namespace {
 
 using IntsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Hands an array over to numpy.
+// Blocks of memory that are handed to numpy and come back: on a large tensor, fresh pages cost more than what is
+// written to them. A few are kept, none of them large.
+class Pool {
+public:
+    struct Block {
+        char* data;
+        size_t room;
+    };
+
+    Block take(size_t bytes) {
+        std::lock_guard<std::mutex> guard(mutex_);
+        for (size_t i = 0; i < kept_.size(); i++)
+            if (kept_[i].room >= bytes && kept_[i].room / 4 <= bytes) {
+                const Block found = kept_[i];
+                kept_[i] = kept_.back();
+                kept_.pop_back();
+                return found;
+            }
+        return {new char[bytes], bytes};
+    }
+    void give_back(Block block) {
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (block.room >= kSmallest && block.room <= kLargest && kept_.size() < kBlocks)
+            kept_.push_back(block);
+        else
+            delete[] block.data;
+    }
+
+private:
+    static constexpr size_t kSmallest = 1 << 16, kLargest = 1 << 24, kBlocks = 8;
+    std::mutex mutex_;
+    std::vector<Block> kept_;
+};
+
+Pool& pool() {
+    static Pool* one = new Pool;  // never destroyed: arrays may outlive everything else
+    return *one;
+}
+
+// An array of numpy's in a block of the pool, and where its entries are.
 template <class T>
-nb::object array(Buffer<T>& buffer, size_t n) {
-    T* data = buffer.release();
-    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner));
+std::pair<nb::object, T*> array(size_t n) {
+    auto block = std::make_unique<Pool::Block>(pool().take(std::max<size_t>(1, n) * sizeof(T)));
+    T* data = reinterpret_cast<T*>(block->data);
+    nb::capsule owner(block.get(), [](void* p) noexcept {
+        pool().give_back(*static_cast<Pool::Block*>(p));
+        delete static_cast<Pool::Block*>(p);
+    });
+    block.release();
+    return {nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner)), data};
+}
+
+template <class T>
+nb::object array_of(const Buffer<T>& buffer, size_t n) {
+    auto [result, data] = array<T>(n);
+    std::copy_n(buffer.data(), n, data);
+    return result;
 }
 
 nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
@@ -22,7 +76,7 @@ nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::opt
     Stream s = make_stream(gradient, memory, memory_out);
     require(low >= 1 && low <= 0x7f800000u, "low is not the bit pattern of a magnitude above 0");
     require(!wanted || *wanted >= 1, "nothing is wanted");
-    Candidates sides[2];
+    Candidates* sides = scratch();
     size_t done;
     {
         nb::gil_scoped_release release;
@@ -31,7 +85,7 @@ nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::opt
     nb::list found;
     if (done == s.count)
         for (int i = 0; i <= int(two_sided); i++)
-            found.append(nb::make_tuple(array(sides[i].position, sides[i].count), array(sides[i].value, sides[i].count)));
+            found.append(nb::make_tuple(array_of(sides[i].position, sides[i].count), array_of(sides[i].value, sides[i].count)));
     return nb::make_tuple(done, found);
 }
 
@@ -65,6 +119,13 @@ void bind_sparse(nb::module_& m) {
         return sum_magnitudes(values.data(), values.size());
     });
     m.def("scatter", scatter);
+    m.def("split_gaps", [](Ints positions) {
+        auto [gaps, data] = array<int64_t>(positions.size());
+        int64_t before = -1;
+        for (size_t i = 0; i < positions.size(); before = positions.data()[i++])
+            data[i] = positions.data()[i] - before - 1;
+        return gaps;
+    });
     m.def("golomb_quotients", [](Ints gaps, int b) {
         require(b >= 0 && b < kMaxGapBits, "b must be from 0 to 47");
         nb::gil_scoped_release release;
@@ -82,6 +143,12 @@ void bind_sparse(nb::module_& m) {
         require(b >= 0 && b < kMaxGapBits && limit >= 0 && limit <= int64_t(1) << kMaxGapBits, "bad parameters");
         nb::gil_scoped_release release;
         return golomb_decode(data.data(), data.size(), positions.size(), b, limit, positions.data());
+    });
+    m.def("gap_counts", [](Ints gaps, int m, IntsOut counts) {
+        require(m >= 0 && m <= 2 && counts.size() == 256, "bad parameters");
+        require_gaps(gaps);
+        nb::gil_scoped_release release;
+        gap_counts(gaps.data(), gaps.size(), m, counts.data());
     });
     m.def("gap_classes", [](Ints gaps, int m, BytesOut classes, BytesOut low) {
         require(m >= 0 && m <= 2, "m must be from 0 to 2");

@@ -58,6 +58,9 @@ private:
 
 inline uint64_t mask(int n) { return (uint64_t(1) << n) - 1; }
 
+// How many low bits the class of a gap leaves open; the class is then open * 2^m + (gap >> open).
+inline int open_bits(uint64_t gap, int m) { return std::max(0, 63 - __builtin_clzll(gap | 1) - m); }
+
 }  // namespace
 
 uint64_t golomb_quotients(const int64_t* gaps, size_t n, int b) {
@@ -104,11 +107,28 @@ size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_
     return reader.padded() ? reader.bytes() : 0;
 }
 
+void gap_counts(const int64_t* gaps, size_t n, int m, int64_t counts[256]) {
+    uint32_t part[4][256] = {};  // neighbours often have the same class: counting them in one place would wait for it
+    std::memset(counts, 0, 256 * sizeof(int64_t));
+    for (size_t start = 0; start < n; start += size_t(1) << 30) {
+        const size_t end = std::min(n, start + (size_t(1) << 30));
+        for (size_t i = start; i < end; i++) {
+            const int open = open_bits(uint64_t(gaps[i]), m);
+            part[i & 3][((open << m) + int(uint64_t(gaps[i]) >> open)) & 255]++;
+        }
+        for (auto& p : part)
+            for (int c = 0; c < 256; c++) {
+                counts[c] += p[c];
+                p[c] = 0;
+            }
+    }
+}
+
 size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8_t* low) {
     BitWriter writer(low);
     for (size_t i = 0; i < n; i++) {
         const uint64_t gap = uint64_t(gaps[i]);
-        const int open = std::max(0, 63 - __builtin_clzll(gap | 1) - m);
+        const int open = open_bits(gap, m);
         classes[i] = uint8_t((uint64_t(open) << m) + (gap >> open));
         writer.put(gap & mask(open), open);
     }

@@ -15,6 +15,7 @@ namespace {
 
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr size_t kSampleRuns = 1024, kRun = 64, kSmall = 1 << 14, kSpare = 1 << 16;
+constexpr size_t kKept = 1 << 22;  // candidates for which memory is kept from one tensor to the next
 
 inline uint32_t magnitude_bits(float x) { return as_bits(x) & 0x7fffffffu; }
 
@@ -27,42 +28,43 @@ Scan scan_in_use() {
     return scan_portable;
 }
 
-// The k-th largest of n magnitudes, as a bit pattern; 1 <= k <= n. One pass counts them by their leading bits, and only
-// those in the bucket of the k-th are put in order.
-uint32_t kth_largest(const float* values, size_t n, size_t k) {
-    constexpr int kBucketBits = 11;
-    uint32_t least = ~0u, most = 0;
-    for (size_t i = 0; i < n; i++) {
-        const uint32_t b = magnitude_bits(values[i]);
-        least = std::min(least, b);
-        most = std::max(most, b);
-    }
-    int shift = 0;
-    while ((most - least) >> shift >> kBucketBits) shift++;
-    size_t counts[1 << kBucketBits] = {};
-    for (size_t i = 0; i < n; i++) counts[(magnitude_bits(values[i]) - least) >> shift]++;
-    uint32_t bucket = (1 << kBucketBits) - 1;
-    while (k > counts[bucket]) k -= counts[bucket--];
-    if (!shift) return least + bucket;
+// The k-th largest of n magnitudes, as a bit pattern, and how many are larger, and as large; 1 <= k <= n, and none is below `low`.
+// One pass counts them by their distance from `low`, and only those in the bucket of the k-th are put in order.
+// Candidates crowd within an octave of their limit, so that buckets are narrow there; what is 16 times as large and
+// more shares the last one. Without a limit there are eight buckets to an octave.
+struct Kth {
+    uint32_t bits;
+    size_t above, equal;
+};
+
+Kth kth_largest(const float* values, size_t n, size_t k, uint32_t low) {
+    constexpr uint32_t kBuckets = 2048;
+    const int shift = low < 1 << 20 ? 20 : 14;
+    const auto bucket_of = [=](uint32_t bits) { return std::min((bits - low) >> shift, kBuckets - 1); };
+    size_t counts[kBuckets] = {}, above = 0;
+    for (size_t i = 0; i < n; i++) counts[bucket_of(magnitude_bits(values[i]))]++;
+    uint32_t bucket = kBuckets - 1;
+    while (above + counts[bucket] < k) above += counts[bucket--];
     std::vector<uint32_t> inside(counts[bucket] + 1);  // one more: each is written before it is known to belong
     size_t m = 0;
     for (size_t i = 0; i < n; i++) {
-        const uint32_t b = magnitude_bits(values[i]);
-        inside[m] = b;
-        m += (b - least) >> shift == bucket;
+        inside[m] = magnitude_bits(values[i]);
+        m += bucket_of(inside[m]) == bucket;
     }
     inside.pop_back();
-    std::nth_element(inside.begin(), inside.begin() + (k - 1), inside.end(), std::greater<uint32_t>());
-    return inside[k - 1];
+    const auto kth = inside.begin() + (k - above - 1);
+    std::nth_element(inside.begin(), kth, inside.end(), std::greater<uint32_t>());
+    for (auto i = inside.begin(); i < kth; ++i) above += *i > *kth;
+    return {*kth, above, size_t(std::count(inside.begin(), inside.end(), *kth))};
 }
 
 // A magnitude that, going by a sample, somewhat more than the wanted entries reach. Should it be too high after all,
 // the tensor is looked through again.
 uint32_t guess(std::vector<float>& sample, size_t wanted, size_t n, size_t sample_size) {
     const double expected = double(sample_size) * double(wanted) / double(n);
-    const double rank = expected + 6 * std::sqrt(expected) + 16;  // neighbours are alike, so that samples vary more
+    const double rank = expected + 5 * std::sqrt(expected) + 16;  // neighbours are alike, so that samples vary more
     if (rank >= double(sample.size())) return 1;
-    return std::min(kInfinity, std::max<uint32_t>(1, kth_largest(sample.data(), sample.size(), size_t(rank))));
+    return std::min(kInfinity, std::max(1u, kth_largest(sample.data(), sample.size(), size_t(rank), 0).bits));
 }
 
 void guess_all(const Stream& s, float decay, bool two_sided, Candidates* sides) {
@@ -83,24 +85,17 @@ void append(Candidates& c, size_t start, const uint32_t* index, const float* val
     c.count += n;
 }
 
-void append_by_sign(Candidates* sides, size_t start, const uint32_t* index, const float* value, size_t n) {
-    int64_t* position[2];
-    float* values[2];
-    size_t count[2];
-    for (int i = 0; i < 2; i++) {
-        sides[i].reserve_block();
-        position[i] = sides[i].position.data();
-        values[i] = sides[i].value.data();
-        count[i] = sides[i].count;
-    }
-    const uint32_t low[2] = {sides[0].low, sides[1].low};
+void append_of_sign(Candidates& c, uint32_t sign, size_t start, const uint32_t* index, const float* value, size_t n) {
+    c.reserve_block();
+    int64_t* position = c.position.data();
+    float* values = c.value.data();
+    size_t count = c.count;
     for (size_t i = 0; i < n; i++) {
-        const int side = as_bits(value[i]) >> 31;
-        position[side][count[side]] = int64_t(start + index[i]);
-        values[side][count[side]] = value[i];
-        count[side] += magnitude_bits(value[i]) >= low[side];
+        position[count] = int64_t(start + index[i]);
+        values[count] = value[i];
+        count += as_bits(value[i]) >> 31 == sign;
     }
-    for (int i = 0; i < 2; i++) sides[i].count = count[i];
+    c.count = count;
 }
 
 // One pass over all entries.
@@ -110,12 +105,13 @@ size_t gather(const Stream& s, float decay, bool two_sided, Candidates* sides) {
     alignas(64) float value[kScanRoom];
     for (size_t start = 0; start < s.count; start += kScanBlock) {
         const size_t n = std::min(kScanBlock, s.count - start);
-        const uint32_t low = two_sided ? std::min(sides[0].low, sides[1].low) : sides[0].low;
+        const Lows low{sides[0].low, sides[two_sided].low};
         const Found found = scan(s.part(start, n), decay, low, index, value);
         if (found.done < n) return start + found.done;
         if (!found.count) continue;
         if (two_sided)
-            append_by_sign(sides, start, index, value, found.count);
+            for (int i = 0; i < 2; i++)
+                append_of_sign(sides[i], uint32_t(i), start, index, value, found.count);
         else
             append(sides[0], start, index, value, found.count);
         for (int i = 0; i <= int(two_sided); i++)
@@ -143,32 +139,49 @@ void Candidates::reserve_block() {
 
 void Candidates::prune() {
     if (count <= wanted) return;
-    const uint32_t least = kth_largest(value.data(), count, wanted);
-    size_t above = 0, kept = 0;
-    for (size_t i = 0; i < count; i++) above += magnitude_bits(value.data()[i]) > least;
-    size_t equals = wanted - above;  // that still have a place
+    const Kth kth = kth_largest(value.data(), count, wanted, least_kept);
+    const uint32_t least = kth.bits;
+    size_t kept = 0, places = wanted - kth.above;  // for equals of the k-th
     int64_t* p = position.data();
     float* v = value.data();
-    for (size_t i = 0; i < count; i++) {
-        const uint32_t b = magnitude_bits(v[i]);
-        const bool tie = (b == least) & (equals > 0);
-        p[kept] = p[i];
-        v[kept] = v[i];
-        kept += (b > least) | tie;
-        equals -= tie;
-    }
+    const auto keep_if = [&](auto wanted_too) {
+        for (size_t i = 0; i < count; i++) {
+            const uint32_t b = magnitude_bits(v[i]);
+            p[kept] = p[i];
+            v[kept] = v[i];
+            kept += wanted_too(b);
+        }
+    };
+    if (kth.equal == places)
+        keep_if([=](uint32_t b) { return b >= least; });
+    else
+        keep_if([=](uint32_t b) mutable {
+            const bool tie = (b == least) & (places > 0);
+            places -= tie;
+            return (b > least) | tie;
+        });
     count = kept;
+    least_kept = least;
     low = least + 1;
+}
+
+Candidates* scratch() {
+    static thread_local Candidates sides[2];
+    for (Candidates& c : sides)
+        if (c.value.room() > kKept) c = Candidates();
+    return sides;
 }
 
 size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides) {
     const int n = two_sided ? 2 : 1;
     for (int i = 0; i < n; i++) {
+        sides[i].count = 0;
         sides[i].wanted = wanted;
         sides[i].low = low;
     }
     if (wanted != kAll && s.count >= kSmall && wanted <= s.count / 4) guess_all(s, decay, two_sided, sides);
     const uint32_t guessed[2] = {sides[0].low, sides[1].low};
+    for (int i = 0; i < n; i++) sides[i].least_kept = sides[i].low;
     size_t done = gather(s, decay, two_sided, sides);
     if (done < s.count) return done;
     bool again = false;
@@ -176,7 +189,7 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
     if (again) {
         for (int i = 0; i < n; i++) {
             sides[i].count = 0;
-            sides[i].low = low;
+            sides[i].low = sides[i].least_kept = low;
         }
         const Stream written{s.memory_out, nullptr, nullptr, s.count, s.first};  // the memory may have been overwritten
         Stream unwritten = s;
@@ -190,21 +203,25 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
     return s.count;
 }
 
-Found scan_portable(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value) {
-    float u[kScanBlock];
-    uint32_t most = 0;
-    for (size_t i = 0; i < s.count; i++) {
-        u[i] = s.memory ? s.gradient[i] + s.memory[i] * decay : s.gradient[i];
-        most = std::max(most, magnitude_bits(u[i]));
-    }
-    if (most >= kInfinity) return {0, 0};
-    if (s.memory_out) std::memcpy(s.memory_out, u, s.count * sizeof(float));
-    if (most < low) return {0, s.count};
+Found scan_portable(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
+    constexpr size_t kTogether = 64;  // most of them hold nothing of interest, and their loops vectorise
     size_t n = 0;
-    for (size_t i = 0; i < s.count; i++) {
-        index[n] = uint32_t(i);
-        value[n] = u[i];
-        n += magnitude_bits(u[i]) >= low;
+    for (size_t i = 0; i < s.count; i += kTogether) {
+        const size_t width = std::min(kTogether, s.count - i);
+        float u[kTogether];
+        int32_t most = 0;
+        for (size_t j = 0; j < width; j++) {
+            u[j] = s.memory ? s.gradient[i + j] + s.memory[i + j] * decay : s.gradient[i + j];
+            most = std::max(most, int32_t(magnitude_bits(u[j])));
+        }
+        if (uint32_t(most) >= kInfinity) return {n, i};
+        if (s.memory_out) std::memcpy(s.memory_out + i, u, width * sizeof(float));
+        if (uint32_t(most) < std::min(low.positive, low.negative)) continue;
+        for (size_t j = 0; j < width; j++) {
+            index[n] = uint32_t(i + j);
+            value[n] = u[j];
+            n += magnitude_bits(u[j]) >= (as_bits(u[j]) >> 31 ? low.negative : low.positive);
+        }
     }
     return {n, s.count};
 }

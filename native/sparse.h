@@ -19,14 +19,19 @@ struct Found {
     size_t count, done;
 };
 
-// u = g + decay * memory of at most kScanBlock entries goes to memory_out (if there is one); u and index (from 0) of
-// those whose magnitude has a bit pattern of `low` (1 at least) or more go to `value` and `index`, in order.
-using Scan = Found (*)(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value);
+// The least magnitude of interest of entries of either sign, as a bit pattern from 1 on.
+struct Lows {
+    uint32_t positive, negative;
+};
 
-Found scan_portable(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value);
+// u = g + decay * memory of at most kScanBlock entries goes to memory_out (if there is one); u and index (from 0) of
+// those with a magnitude of interest go to `value` and `index`, in order.
+using Scan = Found (*)(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+
+Found scan_portable(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 #ifdef GRADWIRE_X86
-Found scan_avx2(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value);
-Found scan_avx512(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value);
+Found scan_avx2(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+Found scan_avx512(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 #endif
 
 // An array that grows, and does not touch memory before it is used.
@@ -34,7 +39,7 @@ template <class T>
 class Buffer {
 public:
     T* data() const { return data_.get(); }
-    T* release() { return data_.release(); }
+    size_t room() const { return room_; }
     void reserve(size_t used, size_t room);
 
 private:
@@ -47,13 +52,16 @@ struct Candidates {
     Buffer<int64_t> position;
     Buffer<float> value;
     size_t count = 0, wanted = 0;
-    uint32_t low = 1;  // smaller ones need not be kept
+    uint32_t low = 1;         // smaller ones need not be kept
+    uint32_t least_kept = 1;  // none of those that are is below this
 
     void reserve_block();
     void prune();  // to the `wanted` largest, lowest positions first among equals; later equals are then too late
 };
 
 constexpr size_t kAll = ~size_t(0);
+
+Candidates* scratch();  // two of this thread's, whose memory is kept: fresh pages cost more than what is written to them
 
 // The `wanted` largest magnitudes (kAll: all) from `low` on, of all entries (sides[0]), or of the positive (sides[0])
 // and the negative ones (sides[1]). Returns how many entries were written to memory_out: all of them, or those
@@ -73,6 +81,7 @@ uint64_t golomb_quotients(const int64_t* gaps, size_t n, int b);
 size_t golomb_encode(const int64_t* gaps, size_t n, int b, uint8_t* out);  // 8 bytes more room than it takes
 // The bytes it took; 0 if the data is damaged or a position is not below the limit.
 size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_t limit, int64_t* positions);
+void gap_counts(const int64_t* gaps, size_t n, int m, int64_t counts[256]);
 // The number of bytes of low bits; `low` has room for 6 bytes a gap and 8 more.
 size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8_t* low);
 bool gap_tails(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, int64_t* gaps);

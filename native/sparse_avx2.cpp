@@ -9,18 +9,23 @@ namespace gradwire {
 namespace {
 
 template <bool Memory, bool Update>
-Found scan(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value) {
+Found scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
     const __m256 factor = _mm256_set1_ps(decay);
-    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    const __m256i below = _mm256_set1_epi32(int32_t(low - 1)), largest = _mm256_set1_epi32(0x7f7fffff);
+    // As integers, numbers above 0 order like their magnitudes, and so do those below 0 with their sign bit flipped;
+    // the others are then below 0.
+    const __m256i below_positive = _mm256_set1_epi32(int32_t(low.positive - 1));
+    const __m256i below_negative = _mm256_set1_epi32(int32_t(low.negative - 1));
+    const __m256i sign = _mm256_set1_epi32(int32_t(0x80000000u)), largest = _mm256_set1_epi32(0x7f7fffff);
     size_t n = 0, i = 0;
     for (; i + 8 <= s.count; i += 8) {
         __m256 u = _mm256_loadu_ps(s.gradient + i);
         if (Memory) u = _mm256_add_ps(u, _mm256_mul_ps(_mm256_loadu_ps(s.memory + i), factor));
-        const __m256i bits = _mm256_and_si256(_mm256_castps_si256(u), magnitude);
-        unsigned found = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below)));
+        const __m256i bits = _mm256_castps_si256(u);
+        const __m256i large = _mm256_or_si256(_mm256_cmpgt_epi32(bits, below_positive),
+                                              _mm256_cmpgt_epi32(_mm256_xor_si256(bits, sign), below_negative));
+        unsigned found = unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(large)));
         if (found) {
-            if (_mm256_movemask_epi8(_mm256_cmpgt_epi32(bits, largest))) return {n, i};
+            if (_mm256_movemask_epi8(_mm256_cmpgt_epi32(_mm256_andnot_si256(sign, bits), largest))) return {n, i};
             alignas(32) float entries[8];
             _mm256_store_ps(entries, u);
             for (; found; found &= found - 1) {
@@ -42,7 +47,7 @@ Found scan(const Stream& s, float decay, uint32_t low, uint32_t* index, float* v
 
 }  // namespace
 
-Found scan_avx2(const Stream& s, float decay, uint32_t low, uint32_t* index, float* value) {
+Found scan_avx2(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
     if (s.memory) return (s.memory_out ? scan<true, true> : scan<true, false>)(s, decay, low, index, value);
     return (s.memory_out ? scan<false, true> : scan<false, false>)(s, decay, low, index, value);
 }

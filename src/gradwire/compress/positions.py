@@ -7,6 +7,8 @@ class (2ᵐ classes an octave), entropy-coded, and the low bits that the class l
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from .. import compress, kernels
@@ -22,7 +24,7 @@ CLEARLY = 0.995  # classes have to save this much to be worth their time
 
 def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int, bytes]:
     """How the positions are coded, and the bytes."""
-    gaps = np.diff(positions, prepend=-1) - 1
+    gaps = kernels.split_gaps(positions)
     b, bits = golomb.choose(gaps, elements)
     if way != "golomb":
         classes = _encode_classes(gaps, elements, bits * CLEARLY if way == "auto" else None)
@@ -33,11 +35,10 @@ def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int
 
 def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> bytes | None:
     """None if it cannot come below `limit` bits."""
-    finest, _ = kernels.gap_classes(gaps, FINEST)
-    counts = np.bincount(finest, minlength=alphabet(len(gaps), elements, FINEST).symbols)
+    counts = kernels.gap_counts(gaps, FINEST)
     found = []
     for m in range(FINEST + 1):
-        merged = _merge(counts, m, alphabet(len(gaps), elements, m).symbols)
+        merged = _merge(counts, m)[: alphabet(len(gaps), elements, m).symbols]
         low_bits = int(merged @ _low_bits(np.arange(len(merged)), m))
         if limit is not None and _entropy_bits(merged) + low_bits >= limit:
             continue
@@ -69,14 +70,20 @@ def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
     return np.maximum((classes >> m) - 1, 0)
 
 
-def _merge(counts: np.ndarray, m: int, symbols: int) -> np.ndarray:
+def _merge(counts: np.ndarray, m: int) -> np.ndarray:
     """Counts of the finest classes, as those of coarser ones."""
-    merged = np.zeros(symbols, dtype=np.int64)
-    for c, count in enumerate(counts.tolist()):
-        low = max((c >> FINEST) - 1, 0)
-        smallest = ((c & (1 << FINEST) - 1) + (1 << FINEST) if c >= 1 << FINEST else c) << low
-        merged[class_of(smallest, m)] += count
+    merged = np.zeros(256, dtype=np.int64)
+    np.add.at(merged, _coarser(m), counts)
     return merged
+
+
+@lru_cache
+def _coarser(m: int) -> np.ndarray:
+    """The class, at m, of the smallest gap in each of the finest classes."""
+    classes = np.arange(256)
+    low = _low_bits(classes, FINEST)
+    smallest = np.where(low > 0, classes & (1 << FINEST) - 1 | 1 << FINEST, classes) << np.minimum(low, 47)
+    return np.array([class_of(int(gap), m) for gap in smallest])
 
 
 def _entropy_bits(counts: np.ndarray) -> float:

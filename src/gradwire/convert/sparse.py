@@ -34,9 +34,7 @@ class Sparse(Converter):
 
     wire_id = SPARSE
 
-    def __init__(
-        self, p: float = 0.01, k: int | None = None, positions: str = "auto", threshold: float | None = None
-    ):
+    def __init__(self, p: float = 0.01, k: int | None = None, positions: str = "auto", threshold: float | None = None):
         if not 0 < p < 1:
             raise SpecError(f"p must be above 0 and below 1, not {p}: the share of the entries that are sent")
         if k is not None and k < 1:
@@ -56,7 +54,7 @@ class Sparse(Converter):
         return min(wanted, elements)
 
     def select(self, job: Job, two_sided: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Positions and u of the chosen entries, of all or of the positive and the negative ones; memory_out holds u."""
+        """Positions and u of the chosen entries, of all or of the positive and the negative ones; u is in memory_out."""
         count, low = self.count(job.count), _bits_from(self.threshold)
         done, sides = kernels.select(job.gradient, job.memory, job.memory_out, job.decay, count, low, two_sided)
         if done == job.count:

@@ -12,8 +12,8 @@ from ..reference.sparse import Side
 from .dense import _array, _bytes, _native_can
 
 __all__ = [
-    "gap_classes", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps", "mean_magnitude",
-    "scatter", "select",
+    "gap_classes", "gap_counts", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps",
+    "mean_magnitude", "scatter", "select", "split_gaps",
 ]  # fmt: skip
 
 
@@ -39,6 +39,10 @@ def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, ac
     if not _native_can(out):
         return reference.scatter(out, positions, values, accumulate)
     return _native.scatter(_array(out), _array(positions), _array(values), accumulate)
+
+
+def split_gaps(positions: np.ndarray) -> np.ndarray:
+    return _native.split_gaps(positions)
 
 
 def join_gaps(gaps: np.ndarray, limit: int) -> np.ndarray:
@@ -71,6 +75,12 @@ def gap_classes(gaps: np.ndarray, m: int) -> tuple[np.ndarray, bytes]:
     classes, low = np.empty(len(gaps), dtype=np.uint8), np.empty(6 * len(gaps) + 8, dtype=np.uint8)
     length = _native.gap_classes(gaps, m, classes, low)
     return classes, low[:length].tobytes()
+
+
+def gap_counts(gaps: np.ndarray, m: int) -> np.ndarray:
+    counts = np.empty(256, dtype=np.int64)
+    _native.gap_counts(gaps, m, counts)
+    return counts
 
 
 def gap_tails(classes: np.ndarray, m: int, data: memoryview) -> np.ndarray:

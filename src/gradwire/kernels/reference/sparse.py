@@ -8,8 +8,8 @@ import torch
 from ...errors import FrameError
 
 __all__ = [
-    "gap_classes", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps", "mean_magnitude",
-    "scatter", "select",
+    "gap_classes", "gap_counts", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps",
+    "mean_magnitude", "scatter", "select", "split_gaps",
 ]  # fmt: skip
 
 # ── selection ─────────────────────────────────────────────────────────────────────────────────────
@@ -67,8 +67,13 @@ def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, ac
 # ── gaps between positions ────────────────────────────────────────────────────────────────────────
 
 
+def split_gaps(positions: np.ndarray) -> np.ndarray:
+    """What lies between ascending positions: the first, then each less the one before less 1."""
+    return np.diff(positions, prepend=-1) - 1
+
+
 def join_gaps(gaps: np.ndarray, limit: int) -> np.ndarray:
-    """The positions behind which these gaps end: each is one more than the one before plus its gap."""
+    """The opposite of `split_gaps`; all positions have to be below the limit."""
     # No gap reaches the limit, so the first position beyond it is seen before any sum could overflow.
     if len(gaps) and int(gaps.max()) >= limit:
         raise FrameError("a position in the frame is beyond its tensor")
@@ -132,6 +137,11 @@ def gap_classes(gaps: np.ndarray, m: int) -> tuple[np.ndarray, bytes]:
         has = low_bits > i
         bits[(ends - low_bits)[has] + i] = gaps[has] >> i & 1
     return classes.astype(np.uint8), np.packbits(bits, bitorder="little").tobytes()
+
+
+def gap_counts(gaps: np.ndarray, m: int) -> np.ndarray:
+    """How many gaps each of 256 classes has."""
+    return np.bincount(_class_of(gaps, m)[0], minlength=256)
 
 
 def gap_tails(classes: np.ndarray, m: int, data: memoryview) -> np.ndarray:
