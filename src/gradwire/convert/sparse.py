@@ -54,7 +54,7 @@ class Sparse(Converter):
         return min(wanted, elements)
 
     def select(self, job: Job, two_sided: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Positions and u of the chosen entries, of all or of the positive and the negative ones; u is in memory_out."""
+        """Positions and u of the chosen entries, of all or of each sign; u of all entries is then in memory_out."""
         count, low = self.count(job.count), _bits_from(self.threshold)
         done, sides = kernels.select(job.gradient, job.memory, job.memory_out, job.decay, count, low, two_sided)
         if done == job.count:
