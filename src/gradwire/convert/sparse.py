@@ -93,10 +93,10 @@ def _bits_from(threshold: float | None) -> int:
     """The smallest bit pattern of an fp32 magnitude from the threshold on; zeros are never chosen."""
     if threshold is None:
         return 1
-    nearest = np.float32(min(threshold, float(np.finfo(np.float32).max)))
-    if float(nearest) < threshold:
-        nearest = np.nextafter(nearest, np.float32(np.inf))
-    return max(1, int(nearest.view(np.uint32)))
+    if threshold > torch.finfo(torch.float32).max:
+        return INFINITY_BITS  # that of no finite number
+    bits = int(np.float32(threshold).view(np.uint32))
+    return max(1, bits + (float(np.float32(threshold)) < threshold))
 
 
 def one_value(mean: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
