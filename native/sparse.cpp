@@ -28,48 +28,53 @@ Scan scan_in_use() {
     return scan_portable;
 }
 
-// The k-th largest of n magnitudes, as a bit pattern, and how many are larger, and as large; 1 <= k <= n, and none is below `low`.
-// One pass counts them by their distance from `low`, and only those in the bucket of the k-th are put in order.
+// Counts magnitudes (none below `low`) by their distance from `low`, which tells the k-th largest up to its bucket.
 // Candidates crowd within an octave of their limit, so that buckets are narrow there; what is 16 times as large and
 // more shares the last one. Without a limit there are eight buckets to an octave.
-struct Kth {
-    uint32_t bits;
-    size_t above, equal;
+struct Buckets {
+    static constexpr uint32_t kCount = 2048;
+    uint32_t low, bucket = kCount - 1;  // of the k-th
+    int shift;
+    size_t inside, above = 0;  // how many are in that bucket, and in those above it
+
+    Buckets(const float* values, size_t n, size_t k, uint32_t low_) : low(low_), shift(low_ < 1 << 20 ? 20 : 14) {
+        size_t counts[kCount] = {};
+        for (size_t i = 0; i < n; i++) counts[of(magnitude_bits(values[i]))]++;
+        while (above + counts[bucket] < k) above += counts[bucket--];
+        inside = counts[bucket];
+    }
+    uint32_t of(uint32_t bits) const { return std::min((bits - low) >> shift, kCount - 1); }
 };
 
-Kth kth_largest(const float* values, size_t n, size_t k, uint32_t low) {
-    constexpr uint32_t kBuckets = 2048;
-    const int shift = low < 1 << 20 ? 20 : 14;
-    const auto bucket_of = [=](uint32_t bits) { return std::min((bits - low) >> shift, kBuckets - 1); };
-    size_t counts[kBuckets] = {}, above = 0;
-    for (size_t i = 0; i < n; i++) counts[bucket_of(magnitude_bits(values[i]))]++;
-    uint32_t bucket = kBuckets - 1;
-    while (above + counts[bucket] < k) above += counts[bucket--];
-    std::vector<uint32_t> inside(counts[bucket] + 1);  // one more: each is written before it is known to belong
+// The k-th largest of n magnitudes, as a bit pattern; 1 <= k <= n.
+uint32_t kth_largest(const float* values, size_t n, size_t k) {
+    const Buckets buckets(values, n, k, 0);
+    std::vector<uint32_t> inside(buckets.inside + 1);  // one more: each is written before it is known to belong
     size_t m = 0;
     for (size_t i = 0; i < n; i++) {
         inside[m] = magnitude_bits(values[i]);
-        m += bucket_of(inside[m]) == bucket;
+        m += buckets.of(inside[m]) == buckets.bucket;
     }
     inside.pop_back();
-    const auto kth = inside.begin() + (k - above - 1);
+    const auto kth = inside.begin() + (k - buckets.above - 1);
     std::nth_element(inside.begin(), kth, inside.end(), std::greater<uint32_t>());
-    for (auto i = inside.begin(); i < kth; ++i) above += *i > *kth;
-    return {*kth, above, size_t(std::count(inside.begin(), inside.end(), *kth))};
+    return *kth;
 }
 
 // A magnitude that, going by a sample, somewhat more than the wanted entries reach. Should it be too high after all,
 // the tensor is looked through again.
-uint32_t guess(std::vector<float>& sample, size_t wanted, size_t n, size_t sample_size) {
+uint32_t guess(const std::vector<float>& sample, size_t wanted, size_t n, size_t sample_size) {
     const double expected = double(sample_size) * double(wanted) / double(n);
     const double rank = expected + 5 * std::sqrt(expected) + 16;  // neighbours are alike, so that samples vary more
     if (rank >= double(sample.size())) return 1;
-    return std::min(kInfinity, std::max(1u, kth_largest(sample.data(), sample.size(), size_t(rank), 0).bits));
+    return std::min(kInfinity, std::max(1u, kth_largest(sample.data(), sample.size(), size_t(rank))));
 }
 
 void guess_all(const Stream& s, float decay, bool two_sided, Candidates* sides) {
     const size_t runs = std::min(kSampleRuns, s.count / (4 * kRun)), size = runs * kRun;
-    std::vector<float> all(size), part[2];
+    static thread_local std::vector<float> all, part[2];  // kept, as fresh pages cost time
+    all.resize(size);
+    for (auto& side : part) side.clear();
     sample(s.gradient, s.memory, decay, s.count, runs, kRun, all.data());
     if (two_sided)
         for (float u : all) part[as_bits(u) >> 31].push_back(u);
@@ -139,30 +144,42 @@ void Candidates::reserve_block() {
 
 void Candidates::prune() {
     if (count <= wanted) return;
-    const Kth kth = kth_largest(value.data(), count, wanted, least_kept);
-    const uint32_t least = kth.bits;
-    size_t kept = 0, places = wanted - kth.above;  // for equals of the k-th
+    const Buckets buckets(value.data(), count, wanted, least_kept);
+    // Those above the bucket of the k-th stay, those below go, those inside are looked at again: few, but for ties.
+    struct Inside {
+        uint32_t bits;
+        size_t at;  // where it stands among those that stay for now
+    };
+    std::vector<Inside> inside(buckets.inside + 1);  // one more: each is written before it is known to belong
     int64_t* p = position.data();
     float* v = value.data();
-    const auto keep_if = [&](auto wanted_too) {
-        for (size_t i = 0; i < count; i++) {
-            const uint32_t b = magnitude_bits(v[i]);
-            p[kept] = p[i];
-            v[kept] = v[i];
-            kept += wanted_too(b);
-        }
-    };
-    if (kth.equal == places)
-        keep_if([=](uint32_t b) { return b >= least; });
-    else
-        keep_if([=](uint32_t b) mutable {
-            const bool tie = (b == least) & (places > 0);
-            places -= tie;
-            return (b > least) | tie;
-        });
-    count = kept;
-    least_kept = least;
-    low = least + 1;
+    size_t kept = 0, m = 0;
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t bits = magnitude_bits(v[i]), bucket = buckets.of(bits);
+        p[kept] = p[i];
+        v[kept] = v[i];
+        inside[m] = {bits, kept};
+        m += bucket == buckets.bucket;
+        kept += bucket >= buckets.bucket;
+    }
+    inside.pop_back();
+    const size_t places = wanted - buckets.above;
+    const auto first = [](const Inside& a, const Inside& b) { return a.bits != b.bits ? a.bits > b.bits : a.at < b.at; };
+    std::nth_element(inside.begin(), inside.begin() + (places - 1), inside.end(), first);
+    least_kept = inside[places - 1].bits;
+    low = least_kept + 1;  // later equals are too late
+    std::vector<size_t> gone;
+    for (size_t i = places; i < inside.size(); i++) gone.push_back(inside[i].at);
+    std::sort(gone.begin(), gone.end());
+    gone.push_back(kept);
+    // Close the holes that they leave.
+    count = gone[0];
+    for (size_t i = 0; i + 1 < gone.size(); i++) {
+        const size_t start = gone[i] + 1, n = gone[i + 1] - start;
+        std::memmove(p + count, p + start, n * sizeof(int64_t));
+        std::memmove(v + count, v + start, n * sizeof(float));
+        count += n;
+    }
 }
 
 Candidates* scratch() {
@@ -227,8 +244,12 @@ Found scan_portable(const Stream& s, float decay, Lows low, uint32_t* index, flo
 }
 
 double sum_magnitudes(const float* values, size_t n) {
-    double sum = 0;
-    for (size_t i = 0; i < n; i++) sum += std::fabs(double(values[i]));
+    double sums[8] = {}, sum = 0;
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int l = 0; l < 8; l++) sums[l] += std::fabs(double(values[i + l]));
+    for (int l = 0; i < n; i++, l++) sums[l] += std::fabs(double(values[i]));
+    for (double part : sums) sum += part;
     return sum;
 }
 

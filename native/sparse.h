@@ -68,7 +68,7 @@ Candidates* scratch();  // two of this thread's, whose memory is kept: fresh pag
 // before a NaN or an infinity.
 size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides);
 
-double sum_magnitudes(const float* values, size_t n);  // one after the other
+double sum_magnitudes(const float* values, size_t n);  // eight partial sums, always the same ones
 
 // out[position] = value and zeros elsewhere, or out[position] += value; `stride` 0: one value for all.
 void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride);

@@ -36,14 +36,20 @@ def plain_choice(u: list[float], k: int) -> list[int]:
     return sorted(order[:k])
 
 
+def plain_mean(x: list[float]) -> float:
+    """Eight sums of every eighth entry, then their sum."""
+    sums = [0.0] * 8
+    for i, value in enumerate(x):
+        sums[i % 8] += value
+    total = 0.0
+    for part in sums:
+        total += part
+    return total / len(x) if x else 0.0
+
+
 def plain_sbc(u: list[float], k: int) -> tuple[list[int], float]:
     sides = [plain_choice([x if sign * x > 0 else 0.0 for x in u], k) for sign in (1, -1)]
-    means = []
-    for side in sides:
-        total = 0.0
-        for i in side:
-            total += abs(u[i])
-        means.append(total / len(side) if side else 0.0)
+    means = [plain_mean([abs(u[i]) for i in side]) for side in sides]
     return (sides[0], means[0]) if means[0] >= means[1] else (sides[1], -means[1])
 
 
@@ -91,11 +97,8 @@ def test_sbc_follows_the_paper(u: list[float], k: int) -> None:
 def test_stc_follows_the_paper(u: list[float], k: int) -> None:
     x = torch.tensor(u)
     positions = plain_choice(x.tolist(), k)
-    total = 0.0
-    for i in positions:
-        total += abs(x.tolist()[i])
     expected = torch.zeros(len(u))
-    expected[positions] = torch.sign(x[positions]) * (total / max(1, len(positions)))
+    expected[positions] = torch.sign(x[positions]) * plain_mean([abs(x.tolist()[i]) for i in positions])
     check_same(gradwire.decode(gradwire.codec(f"stc:k={k}").encode(x)), expected)
 
 
@@ -129,8 +132,12 @@ def tensors() -> dict[str, torch.Tensor]:
     misleading = gradient(n, 10) * 1e-6  # all large entries are where the sample looks
     seen = kernels.sample(torch.arange(n, dtype=torch.float32), None, 1.0).long()
     misleading[seen[:1000]] = gradient(1000, 11)
+    stairs = torch.randint(1, 6, (n,), generator=torch.Generator().manual_seed(1)).float()
+    stairs[seen] = 0.25  # so that all are candidates, and have to be thinned out on the way
+    stairs[n - 9000 :: 5] = 6.0
     return {
         "usual": gradient(n, 1),
+        "stairs": stairs,
         "clustered": clustered,
         "misleading": misleading,
         "ascending": ascending,

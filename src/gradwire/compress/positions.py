@@ -19,6 +19,7 @@ from . import golomb
 GOLOMB, CLASSES = 0, 1
 WAYS = ("auto", "golomb", "rans")
 FINEST = 2  # m: classes an octave, as a power of two
+MANY = 1 << 16  # gaps, from where on part of them is looked at first
 CLEARLY = 0.995  # classes have to save this much to be worth their time
 
 
@@ -35,11 +36,15 @@ def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int
 
 def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> bytes | None:
     """None if it cannot come below `limit` bits."""
+    if limit is not None and len(gaps) >= MANY:
+        part = gaps[len(gaps) // 2 :][: len(gaps) // 8]  # enough to see that it will not pay
+        if _entropy_bits(seen := kernels.gap_counts(part, FINEST)) + _open_bits(seen, FINEST) > limit / 8:
+            return None
     counts = kernels.gap_counts(gaps, FINEST)
     found = []
     for m in range(FINEST + 1):
         merged = _merge(counts, m)[: alphabet(len(gaps), elements, m).symbols]
-        low_bits = int(merged @ _low_bits(np.arange(len(merged)), m))
+        low_bits = _open_bits(merged, m)
         if limit is not None and _entropy_bits(merged) + low_bits >= limit:
             continue
         coding = compress.choose(alphabet(len(gaps), elements, m), merged, len(gaps), compress.RANS)
@@ -68,6 +73,11 @@ def alphabet(count: int, elements: int, m: int) -> compress.Alphabet:
 
 def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
     return np.maximum((classes >> m) - 1, 0)
+
+
+def _open_bits(counts: np.ndarray, m: int) -> int:
+    """Low bits of all gaps together, given how many each class has."""
+    return int(counts @ _low_bits(np.arange(len(counts)), m))
 
 
 def _merge(counts: np.ndarray, m: int) -> np.ndarray:
@@ -108,5 +118,5 @@ def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
     coded = Reader(reader.take(reader.varint(len(reader.data))))
     symbols = alphabet(count, elements, m)
     classes = compress.decode(coded, symbols, count, compress.read_head(coded, symbols))
-    low = int(np.bincount(classes, minlength=symbols.symbols) @ _low_bits(np.arange(symbols.symbols), m))
+    low = _open_bits(np.bincount(classes), m)
     return kernels.join_gaps(kernels.gap_tails(classes, m, reader.take(-(-low // 8))), elements)

@@ -47,10 +47,13 @@ def _largest(u: torch.Tensor, bits: torch.Tensor, positions: torch.Tensor, count
 
 
 def mean_magnitude(values: torch.Tensor) -> float:
-    """Mean of |x|, summed in fp64 one after the other, so that every machine has the same; 0 of nothing."""
+    """Mean of |x| in fp64 by eight sums, of every eighth entry, so that every machine has the same; 0 of nothing."""
     if not values.numel():
         return 0.0
-    return float(np.add.accumulate(values.abs().double().numpy())[-1]) / values.numel()
+    magnitudes = np.zeros((-(-values.numel() // 8), 8))
+    magnitudes.reshape(-1)[: values.numel()] = values.abs().double().numpy()
+    sums = np.add.accumulate(magnitudes, axis=0)[-1]
+    return float(np.add.accumulate(sums)[-1]) / values.numel()
 
 
 def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
