@@ -1,8 +1,175 @@
 // Argument checks of the sparse kernels.
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
+
 #include "bindings.h"
+#include "sparse.h"
 
 namespace gradwire {
+namespace {
 
-void bind_sparse(nb::module_& m) { (void)m; }
+using IntsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Blocks of memory that are handed to numpy and come back: on a large tensor, fresh pages cost more than what is
+// written to them. A few are kept, none of them large.
+class Pool {
+public:
+    struct Block {
+        char* data;
+        size_t room;
+    };
+
+    Block take(size_t bytes) {
+        std::lock_guard<std::mutex> guard(mutex_);
+        for (size_t i = 0; i < kept_.size(); i++)
+            if (kept_[i].room >= bytes && kept_[i].room / 4 <= bytes) {
+                const Block found = kept_[i];
+                kept_[i] = kept_.back();
+                kept_.pop_back();
+                return found;
+            }
+        return {new char[bytes], bytes};
+    }
+    void give_back(Block block) {
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (block.room >= kSmallest && block.room <= kLargest && kept_.size() < kBlocks)
+            kept_.push_back(block);
+        else
+            delete[] block.data;
+    }
+
+private:
+    static constexpr size_t kSmallest = 1 << 16, kLargest = 1 << 24, kBlocks = 8;
+    std::mutex mutex_;
+    std::vector<Block> kept_;
+};
+
+Pool& pool() {
+    static Pool* one = new Pool;  // never destroyed: arrays may outlive everything else
+    return *one;
+}
+
+// An array of numpy's in a block of the pool, and where its entries are.
+template <class T>
+std::pair<nb::object, T*> array(size_t n) {
+    auto block = std::make_unique<Pool::Block>(pool().take(std::max<size_t>(1, n) * sizeof(T)));
+    T* data = reinterpret_cast<T*>(block->data);
+    nb::capsule owner(block.get(), [](void* p) noexcept {
+        pool().give_back(*static_cast<Pool::Block*>(p));
+        delete static_cast<Pool::Block*>(p);
+    });
+    block.release();
+    return {nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner)), data};
+}
+
+template <class T>
+nb::object array_of(const Buffer<T>& buffer, size_t n) {
+    auto [result, data] = array<T>(n);
+    std::copy_n(buffer.data(), n, data);
+    return result;
+}
+
+nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
+                         float decay, std::optional<size_t> wanted, uint32_t low, bool two_sided) {
+    Stream s = make_stream(gradient, memory, memory_out);
+    require(low >= 1 && low <= 0x7f800000u, "low is not the bit pattern of a magnitude above 0");
+    require(!wanted || *wanted >= 1, "nothing is wanted");
+    Candidates* sides = scratch();
+    size_t done;
+    {
+        nb::gil_scoped_release release;
+        done = select(s, decay, wanted.value_or(kAll), low, two_sided, sides);
+    }
+    nb::list found;
+    if (done == s.count)
+        for (int i = 0; i <= int(two_sided); i++)
+            found.append(nb::make_tuple(array_of(sides[i].position, sides[i].count), array_of(sides[i].value, sides[i].count)));
+    return nb::make_tuple(done, found);
+}
+
+void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate) {
+    const size_t n = positions.size(), stride = values.size() == 1 ? 0 : 1;
+    require(values.size() == 1 || values.size() == n, "as many values as positions, or one");
+    const int64_t* p = positions.data();
+    bool good = !n || (p[0] >= 0 && uint64_t(p[n - 1]) < out.size());
+    for (size_t i = 1; i < n; i++) good &= p[i] > p[i - 1];
+    require(good, "positions must be ascending, and inside");
+    nb::gil_scoped_release release;
+    if (accumulate)
+        scatter_add(out.data(), p, n, values.data(), stride);
+    else
+        scatter_store(out.data(), out.size(), p, n, values.data(), stride);
+}
+
+void require_gaps(Ints gaps) {
+    uint64_t all = 0;
+    for (size_t i = 0; i < gaps.size(); i++) all |= uint64_t(gaps.data()[i]);
+    require(!(all >> kMaxGapBits), "gaps must be from 0 to 2^48 - 1");
+}
+
+}  // namespace
+
+void bind_sparse(nb::module_& m) {
+    m.def("select", select_entries, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
+          nb::arg("decay"), nb::arg("wanted").none(), nb::arg("low"), nb::arg("two_sided"));
+    m.def("sum_magnitudes", [](Floats values) {
+        nb::gil_scoped_release release;
+        return sum_magnitudes(values.data(), values.size());
+    });
+    m.def("scatter", scatter);
+    m.def("split_gaps", [](Ints positions) {
+        auto [gaps, data] = array<int64_t>(positions.size());
+        int64_t before = -1;
+        for (size_t i = 0; i < positions.size(); before = positions.data()[i++])
+            data[i] = positions.data()[i] - before - 1;
+        return gaps;
+    });
+    m.def("golomb_quotients", [](Ints gaps, int b) {
+        require(b >= 0 && b < kMaxGapBits, "b must be from 0 to 47");
+        nb::gil_scoped_release release;
+        return golomb_quotients(gaps.data(), gaps.size(), b);
+    });
+    m.def("golomb_encode", [](Ints gaps, int b, BytesOut out) {
+        require(b >= 0 && b < kMaxGapBits, "b must be from 0 to 47");
+        require_gaps(gaps);
+        const uint64_t bits = gaps.size() * uint64_t(b + 1) + golomb_quotients(gaps.data(), gaps.size(), b);
+        require(out.size() >= bits / 8 + 9, "out is too small");
+        nb::gil_scoped_release release;
+        return golomb_encode(gaps.data(), gaps.size(), b, out.data());
+    });
+    m.def("golomb_decode", [](Bytes data, int b, int64_t limit, IntsOut positions) {
+        require(b >= 0 && b < kMaxGapBits && limit >= 0 && limit <= int64_t(1) << kMaxGapBits, "bad parameters");
+        nb::gil_scoped_release release;
+        return golomb_decode(data.data(), data.size(), positions.size(), b, limit, positions.data());
+    });
+    m.def("gap_counts", [](Ints gaps, int m, IntsOut counts) {
+        require(m >= 0 && m <= 2 && counts.size() == 256, "bad parameters");
+        require_gaps(gaps);
+        nb::gil_scoped_release release;
+        gap_counts(gaps.data(), gaps.size(), m, counts.data());
+    });
+    m.def("gap_classes", [](Ints gaps, int m, BytesOut classes, BytesOut low) {
+        require(m >= 0 && m <= 2, "m must be from 0 to 2");
+        require_gaps(gaps);
+        require(classes.size() == gaps.size() && low.size() >= 6 * gaps.size() + 8, "out is too small");
+        nb::gil_scoped_release release;
+        return gap_classes(gaps.data(), gaps.size(), m, classes.data(), low.data());
+    });
+    m.def("gap_tails", [](Bytes classes, int m, Bytes data, IntsOut gaps) {
+        require(m >= 0 && m <= 2 && classes.size() == gaps.size(), "bad parameters");
+        uint8_t largest = 0;
+        for (size_t i = 0; i < classes.size(); i++) largest = std::max(largest, classes.data()[i]);
+        require((largest >> m) <= kMaxGapBits, "class out of range");
+        nb::gil_scoped_release release;
+        return gap_tails(classes.data(), classes.size(), m, data.data(), data.size(), gaps.data());
+    });
+    m.def("join_gaps", [](Ints gaps, int64_t limit, IntsOut positions) {
+        require(positions.size() == gaps.size() && limit <= int64_t(1) << kMaxGapBits, "bad parameters");
+        nb::gil_scoped_release release;
+        return join_gaps(gaps.data(), gaps.size(), limit, positions.data());
+    });
+}
 
 }  // namespace gradwire

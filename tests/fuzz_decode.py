@@ -42,12 +42,18 @@ from helpers import (
 
 MAX_ELEMENTS = 4096
 LONGEST = 1 << 16
+SPARSE = (
+    "sbc:p=0.1", "stc:p=0.05", "stc:p=0.3,positions=rans", "topk:p=0.2,values=fp32",
+    "topk:p=0.1,values=fp16,positions=rans", "topk:p=0.6", "topk:p=0.2,values=fp4",
+    "topk:p=0.5,values=fp8,positions=rans",
+)  # fmt: skip
+MORE = ("co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman")
 
 
 def valid_frames() -> list[bytes]:
     """A few hundred frames of all codecs, coders, models and dtypes, of one to a thousand entries."""
     frames = []
-    for n, spec in enumerate([*SPECS, "co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman"]):
+    for n, spec in enumerate([*SPECS, *MORE, *SPARSE]):
         codec = gradwire.codec(spec)
         for count in (1, 9, 40, 150, 1000):
             for dtype in FLOATS:

@@ -1,13 +1,186 @@
-"""Sparse codecs: the payload they share, positions and values of the entries that are sent."""
+"""Sparse codecs: the payload they share, positions and values of the entries that are sent.
+
+Which entries: the k = ⌈p·d⌉ largest magnitudes of u (or those from a given threshold on), among equals the lowest
+positions first, zeros never. `sbc`, `stc` and `topk` say what stands for their values. What is not sent, and what is
+sent and differs from its value, stays in the error memory.
+"""
 
 from __future__ import annotations
+
+import math
+import struct
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import torch
 
-from ..errors import FrameError
-from ..wire import Header
+from .. import kernels, wire
+from ..compress import positions as coding
+from ..errors import FrameError, SpecError, unknown_name
+from ..fields import Reader, varint
+from ..wire import MINIFLOAT, SPARSE, Header
+from . import minifloat
+from .job import Converter, Job, NonFinite, limit_to, require_finite
+
+ONE_VALUE, ONE_MAGNITUDE, FP32, FP16, BF16, SMALL_FLOATS = range(6)  # how values travel
+DTYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
+INFINITY_BITS = 0x7F800000
+DEFAULT_LIMIT, POSITIONS_PER_BYTE = 2**28, 4096  # of `sent_positions`, as in codecs.decode
+
+
+class Sparse(Converter):
+    """The choice of entries; p is their share of a tensor, k (if given) their number, threshold (if given) |u|."""
+
+    wire_id = SPARSE
+
+    def __init__(self, p: float = 0.01, k: int | None = None, positions: str = "auto", threshold: float | None = None):
+        if not 0 < p < 1:
+            raise SpecError(f"p must be above 0 and below 1, not {p}: the share of the entries that are sent")
+        if k is not None and k < 1:
+            raise SpecError(f"k must be 1 or more, not {k}: the number of entries that are sent of each tensor")
+        if positions not in coding.WAYS:
+            raise unknown_name("code of positions", positions, coding.WAYS)
+        if threshold is not None and not threshold >= 0:
+            raise SpecError(f"threshold must be a number from 0 on, not {threshold}")
+        self.p, self.k, self.positions, self.threshold = p, k, positions, threshold
+
+    def count(self, elements: int) -> int | None:
+        """How many entries of a tensor are sent at most; None: as many as reach the threshold."""
+        if self.threshold is not None:
+            return None
+        # p is the decimal number that was written: in binary 0.07 · 100 would be more than 7.
+        wanted = self.k or math.ceil(Fraction(repr(self.p)) * elements)
+        return min(wanted, elements)
+
+    def select(self, job: Job, two_sided: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Positions and u of the chosen entries, of all or of each sign; u of all entries is then in memory_out."""
+        count, low = self.count(job.count), _bits_from(self.threshold)
+        done, sides = kernels.select(job.gradient, job.memory, job.memory_out, job.decay, count, low, two_sided)
+        if done == job.count:
+            return sides
+        # A NaN or an infinity, or g + decay·e overflows: then it is limited.
+        u = kernels.compensate(job.gradient[done:], None if job.memory is None else job.memory[done:], job.decay)
+        try:
+            job.require_finite()
+            require_finite(u)  # a memory that is not would spoil the frame
+        except NonFinite:
+            if done and job.in_place:
+                job.take_back(torch.zeros(done))
+            raise
+        if done and job.in_place:
+            assert job.memory is not None
+            u = torch.cat([job.memory[:done], u])
+        elif done:
+            u = job.compensated()
+        return kernels.select(u, None, job.memory_out, 1.0, count, low, two_sided)[1]
+
+    def write(
+        self, job: Job, out: torch.Tensor, chosen: torch.Tensor, kind: int, values: bytes, sent: torch.Tensor | None
+    ) -> int:
+        """The payload; `sent` is what the receiver takes these values for, and leaves the memory (None: it has)."""
+        if job.memory_out is not None and sent is not None:
+            kernels.scatter(job.memory_out, chosen, -sent, True)
+        payload = varint(chosen.numel())
+        if chosen.numel():
+            way, coded = coding.encode(chosen.numpy(), job.count, self.positions)
+            payload += bytes([kind | way << 4]) + coded + values
+        out[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return len(payload)
+
+
+def _bits_from(threshold: float | None) -> int:
+    """The smallest bit pattern of an fp32 magnitude from the threshold on; zeros are never chosen."""
+    if threshold is None:
+        return 1
+    if threshold > torch.finfo(torch.float32).max:
+        return INFINITY_BITS  # that of no finite number
+    bits = int(np.float32(threshold).view(np.uint32))
+    return max(1, bits + (float(np.float32(threshold)) < threshold))
+
+
+def one_value(mean: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
+    """A mean of fp32 numbers as it travels, and as the receiver has it."""
+    raw = struct.pack("<f", mean)
+    return raw, received(torch.tensor(struct.unpack("<f", raw)), dtype)
+
+
+def received(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a receiver takes these values for: limited and rounded to the dtype of the tensor, as fp32."""
+    if dtype.itemsize >= 4:
+        return values.float()  # finite, and so in range
+    return limit_to(values.float(), dtype).float()
+
+
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
-    raise FrameError("not yet")
+    if not header.dtype.is_floating_point or not header.elements:
+        raise FrameError("sparse frame of a dtype or size that is always stored")
+    positions, kind, rest = _read_positions(payload, header.elements, header.elements)
+    values = _read_values(header, kind, rest, len(positions))
+    if weight != 1:
+        values = values.to(out.dtype) * weight
+    kernels.scatter(out, torch.from_numpy(positions), values, accumulate)
+
+
+def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Which entries a sparse frame holds (flat, ascending, int64); all of them for a stored one."""
+    data = frame.numpy() if isinstance(frame, torch.Tensor) else frame
+    view = memoryview(np.frombuffer(data, dtype=np.uint8))
+    header, payload = wire.open_frame(view)
+    limit = max(DEFAULT_LIMIT, POSITIONS_PER_BYTE * len(view))
+    if header.codec == wire.STORED and header.elements <= limit:
+        return torch.arange(header.elements)
+    if header.codec != SPARSE or not header.elements:
+        raise FrameError("not a sparse frame: it does not tell positions")
+    positions, _, _ = _read_positions(np.frombuffer(payload, dtype=np.uint8), header.elements, limit)
+    return torch.from_numpy(positions)
+
+
+def _read_positions(payload: np.ndarray, elements: int, limit: int) -> tuple[np.ndarray, int, np.ndarray]:
+    """The positions, how values travel, and the bytes of the values."""
+    reader = Reader(memoryview(payload))
+    count = reader.varint(min(elements, limit))
+    if not count:
+        if reader.rest():
+            raise FrameError("a sparse frame without positions has no more to say")
+        return np.empty(0, dtype=np.int64), ONE_VALUE, payload[:0]
+    byte = reader.byte()
+    positions = coding.read(reader, byte >> 4, count, elements)
+    return positions, byte & 15, payload[reader.position :]
+
+
+def _read_values(header: Header, kind: int, data: np.ndarray, count: int) -> torch.Tensor:
+    """`count` values, or one for all of them, as fp32."""
+    if not count:
+        return torch.empty(0)
+    if kind in (ONE_VALUE, ONE_MAGNITUDE):
+        return _read_one_value(header, kind, Reader(memoryview(data)), count)
+    if kind == SMALL_FLOATS:
+        values = torch.empty(count)
+        part = replace(header, codec=MINIFLOAT, shape=(count,), flags=0)
+        minifloat.decode(part, data, values, 1.0, False)
+        return values
+    if kind not in DTYPES or len(data) != count * DTYPES[kind].itemsize:
+        raise FrameError("damaged values of a sparse frame")
+    # Copied: the values may start at an odd address.
+    values = torch.from_numpy(data.copy()).view(DTYPES[kind]).float()
+    if not math.isfinite(kernels.absmax(values)):
+        raise FrameError("a value of a sparse frame is not finite")
+    return received(values, header.dtype)
+
+
+def _read_one_value(header: Header, kind: int, reader: Reader, count: int) -> torch.Tensor:
+    (value,) = struct.unpack("<f", reader.take(4))
+    rest = reader.rest()
+    if not math.isfinite(value) or not value or (kind == ONE_MAGNITUDE and value < 0):
+        raise FrameError("damaged value of a sparse frame")
+    values = received(torch.tensor([value]), header.dtype)
+    if kind == ONE_MAGNITUDE:
+        signs = torch.from_numpy(kernels.unpack_bits(rest, count, 1, 2))
+        return torch.where(signs > 0, -values, values)
+    if rest:
+        raise FrameError("trailing bytes of a sparse frame")
+    return values

@@ -1,0 +1,161 @@
+// Codes of the gaps between positions: Golomb–Rice, and classes with low bits (docs/wire-format.md, codec 5).
+//
+// Bits are written through a 64-bit buffer that holds less than a byte between two numbers, so that up to 56 bits go in
+// at once; longer codes go in parts. Reading takes 64 bits from any byte, and at least 57 of them are of use.
+#include <algorithm>
+#include <cstring>
+
+#include "sparse.h"
+
+namespace gradwire {
+namespace {
+
+class BitWriter {
+public:
+    explicit BitWriter(uint8_t* out) : p_(out) {}
+
+    void put(uint64_t bits, int n) {  // n <= 56; writes up to 8 bytes
+        buffer_ |= bits << filled_;
+        filled_ += n;
+        for (int i = 0; i < 8; i++) p_[i] = uint8_t(buffer_ >> 8 * i);
+        const int bytes = filled_ >> 3;
+        p_ += bytes;
+        buffer_ >>= 8 * bytes;
+        filled_ &= 7;
+    }
+    uint8_t* end() const { return p_ + (filled_ > 0); }
+
+private:
+    uint8_t* p_;
+    uint64_t buffer_ = 0;
+    int filled_ = 0;
+};
+
+class BitReader {
+public:
+    BitReader(const uint8_t* data, size_t length) : data_(data), length_(length), bits_(8 * uint64_t(length)) {}
+
+    uint64_t at = 0;  // may pass the end, where there are zeros; `good` says
+
+    uint64_t peek() const {  // 57 bits or more
+        const uint64_t byte = at >> 3;
+        uint64_t x = 0;
+        if (byte + 8 <= length_)
+            for (int i = 0; i < 8; i++) x |= uint64_t(data_[byte + i]) << 8 * i;
+        else
+            for (uint64_t i = byte; i < length_; i++) x |= uint64_t(data_[i]) << 8 * (i - byte);
+        return x >> (at & 7);
+    }
+    bool good() const { return at <= bits_; }
+    bool done() const { return at >= bits_; }
+    size_t bytes() const { return size_t((at + 7) >> 3); }
+    bool padded() const { return !(at & 7) || !(data_[at >> 3] >> (at & 7)); }
+
+private:
+    const uint8_t* data_;
+    uint64_t length_, bits_;
+};
+
+inline uint64_t mask(int n) { return (uint64_t(1) << n) - 1; }
+
+// How many low bits the class of a gap leaves open; the class is then open * 2^m + (gap >> open).
+inline int open_bits(uint64_t gap, int m) { return std::max(0, 63 - __builtin_clzll(gap | 1) - m); }
+
+}  // namespace
+
+uint64_t golomb_quotients(const int64_t* gaps, size_t n, int b) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < n; i++) sum += uint64_t(gaps[i]) >> b;
+    return sum;
+}
+
+size_t golomb_encode(const int64_t* gaps, size_t n, int b, uint8_t* out) {
+    BitWriter writer(out);
+    for (size_t i = 0; i < n; i++) {
+        const uint64_t gap = uint64_t(gaps[i]), low = gap & mask(b);
+        uint64_t zeros = gap >> b;
+        if (__builtin_expect(zeros + 1 + b > 56, 0)) {
+            for (; zeros > 0; zeros -= std::min<uint64_t>(zeros, 48)) writer.put(0, int(std::min<uint64_t>(zeros, 48)));
+        }
+        writer.put((low << 1 | 1) << zeros, int(zeros) + 1 + b);
+    }
+    return writer.end() - out;
+}
+
+size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_t limit, int64_t* positions) {
+    BitReader reader(data, length);
+    const uint64_t end = uint64_t(limit), most = end >> b;
+    uint64_t position = ~uint64_t(0);  // before the first
+    for (size_t i = 0; i < n; i++) {
+        uint64_t zeros = 0, x = reader.peek();
+        while (__builtin_expect(!(x & mask(57)), 0)) {
+            zeros += 57;
+            reader.at += 57;
+            if (reader.done() || zeros > most) return 0;
+            x = reader.peek();
+        }
+        const int more = __builtin_ctzll(x);
+        zeros += more;
+        reader.at += more + 1;
+        const uint64_t low = (more + 1 + b <= 57 ? x >> (more + 1) : reader.peek()) & mask(b);
+        reader.at += b;
+        if (!reader.good() || zeros > most) return 0;
+        position += 1 + (zeros << b) + low;
+        if (position >= end) return 0;
+        positions[i] = int64_t(position);
+    }
+    return reader.padded() ? reader.bytes() : 0;
+}
+
+void gap_counts(const int64_t* gaps, size_t n, int m, int64_t counts[256]) {
+    uint32_t part[4][256] = {};  // neighbours often have the same class: counting them in one place would wait for it
+    std::memset(counts, 0, 256 * sizeof(int64_t));
+    for (size_t start = 0; start < n; start += size_t(1) << 30) {
+        const size_t end = std::min(n, start + (size_t(1) << 30));
+        for (size_t i = start; i < end; i++) {
+            const int open = open_bits(uint64_t(gaps[i]), m);
+            part[i & 3][((open << m) + int(uint64_t(gaps[i]) >> open)) & 255]++;
+        }
+        for (auto& p : part)
+            for (int c = 0; c < 256; c++) {
+                counts[c] += p[c];
+                p[c] = 0;
+            }
+    }
+}
+
+size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8_t* low) {
+    BitWriter writer(low);
+    for (size_t i = 0; i < n; i++) {
+        const uint64_t gap = uint64_t(gaps[i]);
+        const int open = open_bits(gap, m);
+        classes[i] = uint8_t((uint64_t(open) << m) + (gap >> open));
+        writer.put(gap & mask(open), open);
+    }
+    return writer.end() - low;
+}
+
+bool gap_tails(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, int64_t* gaps) {
+    BitReader reader(data, length);
+    for (size_t i = 0; i < n; i++) {
+        const int open = std::max(0, (classes[i] >> m) - 1);
+        const uint64_t high = open ? (classes[i] & mask(m)) | uint64_t(1) << m : classes[i];
+        gaps[i] = int64_t(high << open | (reader.peek() & mask(open)));
+        reader.at += open;
+        if (!reader.good()) return false;
+    }
+    return reader.bytes() == length && reader.padded();
+}
+
+bool join_gaps(const int64_t* gaps, size_t n, int64_t limit, int64_t* positions) {
+    int64_t position = -1;
+    for (size_t i = 0; i < n; i++) {
+        if (gaps[i] < 0 || gaps[i] >= limit) return false;
+        position += 1 + gaps[i];
+        if (position >= limit) return false;
+        positions[i] = position;
+    }
+    return true;
+}
+
+}  // namespace gradwire

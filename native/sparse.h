@@ -1,0 +1,90 @@
+// Sparse codecs: the largest entries of a tensor in one pass, and the codes of their positions.
+//
+// What is chosen is exact and does not depend on the instruction set: each supplies only `scan`, which finds all
+// entries from a magnitude on. Magnitudes are compared by their bit patterns, which order like them, with infinities
+// and NaN above all others: so these are always among the found ones, and cost no test on the way.
+#pragma once
+
+#include <memory>
+
+#include "kernels.h"
+
+namespace gradwire {
+
+constexpr size_t kScanBlock = 4096;  // entries that a scan looks at; its found ones stay in the first-level cache
+constexpr size_t kScanRoom = kScanBlock + 16;  // vector stores reach beyond the found ones
+
+// What a scan found, and how many entries it wrote: less than all if it stopped before a NaN or an infinity.
+struct Found {
+    size_t count, done;
+};
+
+// The least magnitude of interest of entries of either sign, as a bit pattern from 1 on.
+struct Lows {
+    uint32_t positive, negative;
+};
+
+// u = g + decay * memory of at most kScanBlock entries goes to memory_out (if there is one); u and index (from 0) of
+// those with a magnitude of interest go to `value` and `index`, in order.
+using Scan = Found (*)(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+
+Found scan_portable(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+#ifdef GRADWIRE_X86
+Found scan_avx2(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+Found scan_avx512(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+#endif
+
+// An array that grows, and does not touch memory before it is used.
+template <class T>
+class Buffer {
+public:
+    T* data() const { return data_.get(); }
+    size_t room() const { return room_; }
+    void reserve(size_t used, size_t room);
+
+private:
+    std::unique_ptr<T[]> data_;
+    size_t room_ = 0;
+};
+
+// The entries seen so far that may be among the `wanted` largest, in the order of their positions.
+struct Candidates {
+    Buffer<int64_t> position;
+    Buffer<float> value;
+    size_t count = 0, wanted = 0;
+    uint32_t low = 1;         // smaller ones need not be kept
+    uint32_t least_kept = 1;  // none of those that are is below this
+
+    void reserve_block();
+    void prune();  // to the `wanted` largest, lowest positions first among equals; later equals are then too late
+};
+
+constexpr size_t kAll = ~size_t(0);
+
+Candidates* scratch();  // two of this thread's, whose memory is kept: fresh pages cost more than what is written to them
+
+// The `wanted` largest magnitudes (kAll: all) from `low` on, of all entries (sides[0]), or of the positive (sides[0])
+// and the negative ones (sides[1]). Returns how many entries were written to memory_out: all of them, or those
+// before a NaN or an infinity.
+size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides);
+
+double sum_magnitudes(const float* values, size_t n);  // eight partial sums, always the same ones
+
+// out[position] = value and zeros elsewhere, or out[position] += value; `stride` 0: one value for all.
+void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride);
+void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride);
+
+// ── gaps: docs/wire-format.md, codec 5 ──
+constexpr int kMaxGapBits = 48;
+
+uint64_t golomb_quotients(const int64_t* gaps, size_t n, int b);
+size_t golomb_encode(const int64_t* gaps, size_t n, int b, uint8_t* out);  // 8 bytes more room than it takes
+// The bytes it took; 0 if the data is damaged or a position is not below the limit.
+size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_t limit, int64_t* positions);
+void gap_counts(const int64_t* gaps, size_t n, int m, int64_t counts[256]);
+// The number of bytes of low bits; `low` has room for 6 bytes a gap and 8 more.
+size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8_t* low);
+bool gap_tails(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, int64_t* gaps);
+bool join_gaps(const int64_t* gaps, size_t n, int64_t limit, int64_t* positions);
+
+}  // namespace gradwire

@@ -1,0 +1,122 @@
+"""Positions of the entries that are sent: ascending numbers below the size of the tensor, coded by their gaps.
+
+Golomb–Rice codes them as if each entry had been drawn with the same probability. Real ones come in clusters (the
+rows of an embedding that occurred), and then it is shorter to count how often each size of gap occurs: a gap is its
+class (2ᵐ classes an octave), entropy-coded, and the low bits that the class leaves open, as they are.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from .. import compress, kernels
+from ..errors import FrameError
+from ..fields import Reader, varint
+from . import golomb
+
+GOLOMB, CLASSES = 0, 1
+WAYS = ("auto", "golomb", "rans")
+FINEST = 2  # m: classes an octave, as a power of two
+MANY = 1 << 16  # gaps, from where on part of them is looked at first
+CLEARLY = 0.995  # classes have to save this much to be worth their time
+
+
+def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int, bytes]:
+    """How the positions are coded, and the bytes."""
+    gaps = kernels.split_gaps(positions)
+    b, bits = golomb.choose(gaps, elements)
+    if way != "golomb":
+        classes = _encode_classes(gaps, elements, bits * CLEARLY if way == "auto" else None)
+        if classes is not None and (way == "rans" or 8 * len(classes) < bits):
+            return CLASSES, classes
+    return GOLOMB, bytes([b]) + kernels.golomb_encode(gaps, b)
+
+
+def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> bytes | None:
+    """None if it cannot come below `limit` bits."""
+    if limit is not None and len(gaps) >= MANY:
+        part = gaps[len(gaps) // 2 :][: len(gaps) // 8]  # enough to see that it will not pay
+        if _entropy_bits(seen := kernels.gap_counts(part, FINEST)) + _open_bits(seen, FINEST) > limit / 8:
+            return None
+    counts = kernels.gap_counts(gaps, FINEST)
+    found = []
+    for m in range(FINEST + 1):
+        merged = _merge(counts, m)[: alphabet(len(gaps), elements, m).symbols]
+        low_bits = _open_bits(merged, m)
+        if limit is not None and _entropy_bits(merged) + low_bits >= limit:
+            continue
+        coding = compress.choose(alphabet(len(gaps), elements, m), merged, len(gaps), compress.RANS)
+        found.append((coding.expected_bits + low_bits, m, coding))
+    if not found:
+        return None
+    bits, m, coding = min(found, key=lambda f: f[0])
+    if limit is not None and bits >= limit:
+        return None
+    classes, low = kernels.gap_classes(gaps, m)
+    coded = compress.encode(classes, alphabet(len(gaps), elements, m), coding)
+    return bytes([m]) + varint(len(coded)) + coded + low
+
+
+def class_of(gap: int, m: int) -> int:
+    """Gaps below 2ᵐ have a class each; from there on the bit length and the m bits below the leading one count."""
+    octave = gap.bit_length() - 1
+    return gap if gap < 1 << m else (octave - m << m) + (gap >> octave - m)
+
+
+def alphabet(count: int, elements: int, m: int) -> compress.Alphabet:
+    """Classes up to that of the largest gap there can be; the frequency of the mean gap's class is not sent."""
+    spare = elements - count
+    return compress.Alphabet(class_of(spare, m) + 1, class_of(spare // count, m))
+
+
+def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
+    return np.maximum((classes >> m) - 1, 0)
+
+
+def _open_bits(counts: np.ndarray, m: int) -> int:
+    """Low bits of all gaps together, given how many each class has."""
+    return int(counts @ _low_bits(np.arange(len(counts)), m))
+
+
+def _merge(counts: np.ndarray, m: int) -> np.ndarray:
+    """Counts of the finest classes, as those of coarser ones."""
+    merged = np.zeros(256, dtype=np.int64)
+    np.add.at(merged, _coarser(m), counts)
+    return merged
+
+
+@lru_cache
+def _coarser(m: int) -> np.ndarray:
+    """The class, at m, of the smallest gap in each of the finest classes."""
+    classes = np.arange(256)
+    low = _low_bits(classes, FINEST)
+    smallest = np.where(low > 0, classes & (1 << FINEST) - 1 | 1 << FINEST, classes) << np.minimum(low, 47)
+    return np.array([class_of(int(gap), m) for gap in smallest])
+
+
+def _entropy_bits(counts: np.ndarray) -> float:
+    used = counts[counts > 0]
+    return float(used @ np.log2(used.sum() / used))
+
+
+def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
+    """`count` positions below `elements` off the front of what the reader holds."""
+    if way == GOLOMB:
+        b = reader.byte()
+        if b > golomb.LARGEST:
+            raise FrameError("invalid parameter of a Golomb code")
+        found, used = kernels.golomb_decode(reader.data[reader.position :], count, b, elements)
+        reader.take(used)
+        return found
+    if way != CLASSES:
+        raise FrameError(f"unknown code of positions {way}")
+    m = reader.byte()
+    if m > FINEST:
+        raise FrameError("invalid classes of gaps")
+    coded = Reader(reader.take(reader.varint(len(reader.data))))
+    symbols = alphabet(count, elements, m)
+    classes = compress.decode(coded, symbols, count, compress.read_head(coded, symbols))
+    low = _open_bits(np.bincount(classes), m)
+    return kernels.join_gaps(kernels.gap_tails(classes, m, reader.take(-(-low // 8))), elements)

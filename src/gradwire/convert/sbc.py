@@ -1,0 +1,25 @@
+"""Sparse binary compression, SBC (arXiv 1805.08768): one side of the tensor, and one value for all of it.
+
+With k = ⌈p·d⌉: μ⁺ is the mean of the k largest entries, μ⁻ the mean magnitude of the k smallest. If μ⁺ ≥ μ⁻ the
+positions of those largest travel with the value +μ⁺, else those of the smallest with −μ⁻: no sign bits, one float.
+Where fewer than k entries are positive (negative), the mean is of those there are; an empty side has mean 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import kernels
+from .job import Job
+from .sparse import ONE_VALUE, Sparse, one_value
+
+
+class SBC(Sparse):
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        (largest, above), (smallest, below) = self.select(job, two_sided=True)
+        mean_above, mean_below = kernels.mean_magnitude(above), kernels.mean_magnitude(below)
+        if mean_above >= mean_below:
+            raw, sent = one_value(mean_above, job.dtype)
+            return self.write(job, out, largest, ONE_VALUE, raw, sent)
+        raw, sent = one_value(-mean_below, job.dtype)
+        return self.write(job, out, smallest, ONE_VALUE, raw, sent)

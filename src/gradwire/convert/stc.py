@@ -1,0 +1,22 @@
+"""Sparse ternary compression, STC (arXiv 1903.02891): the k largest magnitudes, each as μ·sign(u).
+
+μ is the mean of those magnitudes; one sign bit per position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .. import kernels
+from .job import Job
+from .sparse import ONE_MAGNITUDE, Sparse, one_value
+
+
+class STC(Sparse):
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        ((chosen, values),) = self.select(job)
+        raw, magnitude = one_value(kernels.mean_magnitude(values), job.dtype)
+        negative = values < 0
+        signs = kernels.pack_bits(negative.numpy().view(np.uint8), 1)
+        return self.write(job, out, chosen, ONE_MAGNITUDE, raw + signs, torch.where(negative, -magnitude, magnitude))

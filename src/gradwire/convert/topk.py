@@ -1,0 +1,67 @@
+"""Top-k: the k largest magnitudes with their values, as fp32, fp16, bf16, or converted as CO3 does (`minifloat`).
+
+With momentum correction, factor masking, clipping and a warm-up around it, this is DGC (arXiv 1712.01887).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+import torch
+
+from .. import kernels
+from ..formats import parse_format
+from .job import Job, limit_to
+from .minifloat import Minifloat
+from .sparse import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, Sparse, received
+
+CASTS = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+
+
+class TopK(Sparse):
+    def __init__(
+        self, p: float = 0.01, k: int | None = None, values: str = "bf16", positions: str = "auto",
+        threshold: float | None = None,
+    ):  # fmt: skip
+        super().__init__(p, k, positions, threshold)
+        self.cast = CASTS.get(values)
+        self.small = None if values in CASTS else Minifloat(parse_format(values))
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        ((chosen, values),) = self.select(job)
+        if self.cast is not None:
+            cast = limit_to(values, DTYPES[self.cast])
+            raw, sent = cast.view(torch.uint8).numpy().tobytes(), received(cast, job.dtype)
+            return self.write(job, out, chosen, self.cast, raw, sent)
+        assert self.small is not None
+        if not chosen.numel():
+            return self.write(job, out, chosen, SMALL_FLOATS, b"", None)
+        # Converted like a tensor of its own, whose error memory then says what was sent.
+        left, coded = torch.empty_like(values), torch.empty(5 * values.numel() + 512, dtype=torch.uint8)
+        part = Job(values, values.to(job.dtype), None, left)
+        length = self.small.encode(part, coded)
+        raw = coded[:length].numpy().tobytes()
+        if job.memory_out is not None:
+            job.memory_out[chosen] = left
+        return self.write(job, out, chosen, SMALL_FLOATS, raw, None)
+
+
+def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:
+    """The ⌈p·d⌉-th largest magnitude over several tensors of d entries together, for the `threshold` of a converter.
+
+    0 where fewer entries are not zero: then all of them are sent. Exact; no more than the entries in question are kept.
+    """
+    flat = [t.detach().reshape(-1).float().cpu() for t in tensors if t.numel()]
+    count = math.ceil(Fraction(repr(p)) * sum(t.numel() for t in flat))
+    kept, low = torch.empty(0), 1
+    for tensor in flat:
+        done, sides = kernels.select(tensor, None, None, 1.0, min(count, tensor.numel()), low)
+        if done < tensor.numel():
+            raise ValueError("a tensor holds a NaN or an infinity: there is no threshold")
+        kept = torch.cat([kept, sides[0][1].abs()])
+        if kept.numel() >= count:
+            kept = torch.topk(kept, count).values
+            low = int(kept[-1:].view(torch.int32))  # smaller entries of the next tensors do not matter
+    return float(kept[-1]) if count and kept.numel() == count else 0.0
