@@ -9,10 +9,21 @@ import torch
 
 from . import compress
 from .codecs import Codec
+from .convert import sketch
+from .convert.bingrad import BinGrad
 from .convert.cast import Cast
 from .convert.job import Converter
+from .convert.level_numbers import PRECISIONS
+from .convert.levels import MOST_LEVELS
+from .convert.linear import Linear
 from .convert.minifloat import Minifloat
+from .convert.orq import ORQ, parse_levels
+from .convert.qsgd import QSGD
+from .convert.signsgd import SignSGD
+from .convert.sketch import CountSketch
 from .convert.stored import Stored
+from .convert.terngrad import TernGrad
+from .convert.tinyscript import TinyScript
 from .errors import SpecError, unknown_name
 from .formats import parse_format
 
@@ -28,6 +39,16 @@ def _number(low: float, high: float) -> Callable[[str], float]:
         if not low <= value <= high:
             raise SpecError(f"{text!r} is not a number from {low:g} to {high:g}")
         return value
+
+    return parse
+
+
+def _whole(low: int, high: int, step: int = 1) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if not text.isdecimal() or int(text) not in range(low, high + 1, step):
+            every = "" if step == 1 else f", in steps of {step}"
+            raise SpecError(f"{text!r} is not a whole number from {low} to {high}{every}")
+        return int(text)
 
     return parse
 
@@ -77,6 +98,21 @@ def _build_minifloat(v: Values) -> Converter:
     return Minifloat(parse_format(str(v["format"])), str(v["coder"]), str(v["model"]), str(v["rounding"]))
 
 
+def _levels(bucket: str, precision: str, decay: str, **own: Parameter) -> dict[str, Parameter]:
+    """Parameters of quantizers with a few levels in each bucket; clip = 0 clips nothing, bucket = 0 is the tensor."""
+    return own | {
+        "bucket": Parameter(bucket, _whole(0, 2**30)),
+        "precision": Parameter(precision, _one_of(*PRECISIONS)),
+        "coder": Parameter("auto", _one_of("auto", *compress.CODERS)),
+        "decay": Parameter(decay, _number(0, 1), of_corrector=True),
+    }
+
+
+def _build_plain(method: Callable[..., Converter]) -> Callable[[Values], Converter]:
+    return lambda v: method(**{key: value for key, value in v.items() if key != "decay"})
+
+
+_CLIP = Parameter("0", _number(0, 100))  # × σ
 _ENTRIES = [
     Entry("none", "fp32 as it is: the baseline", "", lambda v: Stored()),
     Entry("fp16", "half precision, saturating: twice as small", "", lambda v: Cast(torch.float16)),
@@ -88,6 +124,55 @@ _ENTRIES = [
     Entry(
         "gennorm", "8-bit floats under a GenNorm Huffman code: where no error feedback can be kept",
         "arXiv 2111.07599", _build_minifloat, _minifloat("fp8", "huffman", "0"),
+    ),
+    Entry(
+        "bingrad", "two levels a bucket (form=b), or ±b (pb): where one bit an entry is all there is; not below that",
+        "BinGrad, arXiv 2002.11082", _build_plain(BinGrad),
+        _levels("2048", "bf16", "0", form=Parameter("b", _one_of("b", "pb")), clip=_CLIP),
+    ),
+    Entry(
+        "orq", "unbiased, the best 3, 5, 9 … levels: where symbols are packed; a plain grid is better entropy-coded",
+        "ORQ, arXiv 2002.11082", _build_plain(ORQ),
+        _levels(
+            "2048", "bf16", "0", levels=Parameter("5", parse_levels),
+            search=Parameter("greedy", _one_of("greedy", "exact")), clip=_CLIP,
+        ),
+    ),
+    Entry(
+        "qsgd", "unbiased, evenly spaced around zero: the usual baseline; coarse wherever a bucket has outliers",
+        "QSGD, arXiv 1610.02132", _build_plain(QSGD),
+        _levels(
+            "512", "bf16", "0", levels=Parameter("9", _whole(3, MOST_LEVELS, 2)),
+            norm=Parameter("l2", _one_of("l2", "max")),
+        ),
+    ),
+    Entry(
+        "terngrad", "unbiased, −s, 0 or s: simple and noisy; clip=2.5 is calmer, and no longer unbiased",
+        "TernGrad, arXiv 1705.07878", _build_plain(TernGrad), _levels("2048", "bf16", "0", clip=_CLIP),
+    ),
+    Entry(
+        "signsgd", "signs times their mean magnitude, with error feedback: one bit; never without the memory",
+        "EF-signSGD, arXiv 1901.09847", _build_plain(SignSGD), _levels("0", "fp32", "1"),
+    ),
+    Entry(
+        "linear", "unbiased, evenly spaced from least to greatest: a baseline that entropy coding makes a good one",
+        "", _build_plain(Linear), _levels("2048", "bf16", "0", levels=Parameter("9", _whole(2, MOST_LEVELS))),
+    ),
+    Entry(
+        "tinyscript", "Lloyd levels of a fitted double Weibull: a baseline of CO3; co3 does better at fewer bits",
+        "TinyScript, ICML 2020", _build_plain(TinyScript),
+        _levels("0", "bf16", "0", levels=Parameter("8", _whole(2, MOST_LEVELS))),
+    ),
+    Entry(
+        "countsketch", "hashed sums, the largest estimates kept: a baseline of CO3; top-k sends such entries exactly",
+        "count-sketch, 2002", _build_plain(CountSketch),
+        {
+            "ratio": Parameter("10", _number(1, 1e6)),
+            "rows": Parameter("3", _whole(sketch.ROWS[0], sketch.ROWS[-1], 2)),
+            "p": Parameter("0.001", _number(1e-6, 1)),
+            "precision": Parameter("fp32", _one_of(*sketch.PRECISIONS)),
+            "decay": Parameter("1", _number(0, 1), of_corrector=True),
+        },
     ),
 ]  # fmt: skip
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}
