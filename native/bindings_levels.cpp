@@ -42,7 +42,7 @@ void search(Floats gradient, std::optional<Floats> memory, float decay, Ints sta
     require(!limits || limits->size() == b.count, "limits has the wrong size");
     require(out.size() == b.count * (how == Search::pair ? 1 : size_t(levels)), "out has the wrong size");
     nb::gil_scoped_release release;
-    level_kernels().search(s, decay, b, limits ? limits->data() : nullptr, levels, how, out.data());
+    search_levels(s, decay, b, limits ? limits->data() : nullptr, levels, how, out.data());
 }
 
 void assign(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
