@@ -128,7 +128,7 @@ _ENTRIES = [
     Entry(
         "bingrad", "two levels a bucket (form=b), or ±b (pb): where one bit an entry is all there is; not below that",
         "BinGrad, arXiv 2002.11082", _build_plain(BinGrad),
-        _levels("2048", "bf16", "0", form=Parameter("b", _one_of("b", "pb")), clip=_CLIP),
+        _levels("512", "bf16", "0", form=Parameter("b", _one_of("b", "pb")), clip=_CLIP),
     ),
     Entry(
         "orq", "unbiased, the best 3, 5, 9 … levels: where symbols are packed; a plain grid is better entropy-coded",
@@ -142,21 +142,21 @@ _ENTRIES = [
         "qsgd", "unbiased, evenly spaced around zero: the usual baseline; coarse wherever a bucket has outliers",
         "QSGD, arXiv 1610.02132", _build_plain(QSGD),
         _levels(
-            "512", "bf16", "0", levels=Parameter("9", _whole(3, MOST_LEVELS, 2)),
-            norm=Parameter("l2", _one_of("l2", "max")),
+            "1024", "bf16", "0", levels=Parameter("9", _whole(3, MOST_LEVELS, 2)),
+            norm=Parameter("max", _one_of("l2", "max")),
         ),
     ),
     Entry(
         "terngrad", "unbiased, −s, 0 or s: simple and noisy; clip=2.5 is calmer, and no longer unbiased",
-        "TernGrad, arXiv 1705.07878", _build_plain(TernGrad), _levels("2048", "bf16", "0", clip=_CLIP),
+        "TernGrad, arXiv 1705.07878", _build_plain(TernGrad), _levels("512", "bf16", "0", clip=_CLIP),
     ),
     Entry(
         "signsgd", "signs times their mean magnitude, with error feedback: one bit; never without the memory",
-        "EF-signSGD, arXiv 1901.09847", _build_plain(SignSGD), _levels("0", "fp32", "1"),
+        "EF-signSGD, arXiv 1901.09847", _build_plain(SignSGD), _levels("512", "bf16", "1"),
     ),
     Entry(
         "linear", "unbiased, evenly spaced from least to greatest: a baseline that entropy coding makes a good one",
-        "", _build_plain(Linear), _levels("2048", "bf16", "0", levels=Parameter("9", _whole(2, MOST_LEVELS))),
+        "", _build_plain(Linear), _levels("512", "bf16", "0", levels=Parameter("9", _whole(2, MOST_LEVELS))),
     ),
     Entry(
         "tinyscript", "Lloyd levels of a fitted double Weibull: a baseline of CO3; co3 does better at fewer bits",
@@ -169,7 +169,7 @@ _ENTRIES = [
         {
             "ratio": Parameter("10", _number(1, 1e6)),
             "rows": Parameter("3", _whole(sketch.ROWS[0], sketch.ROWS[-1], 2)),
-            "p": Parameter("0.001", _number(1e-6, 1)),
+            "p": Parameter("0.01", _number(1e-6, 1)),
             "precision": Parameter("fp32", _one_of(*sketch.PRECISIONS)),
             "decay": Parameter("1", _number(0, 1), of_corrector=True),
         },

@@ -1,8 +1,8 @@
 """Count-sketch (Charikar, Chen, Farach-Colton 2002), a baseline of CO3: docs/wire-format.md, codec 6.
 
 Every entry is added, with a hashed sign, to one hashed cell in each row; its estimate is the median over the rows of
-sign·cell. Only the largest estimates are kept: the others are noise from collisions. What is lost goes to the error
-memory, as with every codec.
+sign·cell. Only the largest estimates are kept: the others are noise from collisions. They are scaled to leave the least
+error, which the papers do not do. What is lost goes to the error memory, as with every codec.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def hashed(row: int, seed: int, columns: int, start: int, stop: int) -> tuple[to
 
 
 def add_up(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.Tensor:
-    """The cells, summed in fp64 in the order of the entries."""
+    """The cells, summed in fp64."""
     cells = np.zeros((rows, columns))
     for start in range(0, u.numel(), BLOCK):
         part = u[start : start + BLOCK].double()
         for row in range(rows):
             column, sign = hashed(row, seed, columns, start, start + len(part))
-            np.add.at(cells[row], column.numpy(), (part * sign).numpy())
+            cells[row] += np.bincount(column.numpy(), (part * sign).numpy(), minlength=columns)
     return torch.from_numpy(cells)
 
 
-def estimate(cells: torch.Tensor, count: int, kept: int, seed: int) -> torch.Tensor:
-    """The largest `kept` estimates in fp32, the first of equals; 0 elsewhere."""
+def estimates(cells: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """The median over the rows of sign·cell for every entry, fp32."""
     rows, columns = cells.shape
     out = torch.empty(count)
     for start in range(0, count, BLOCK):
@@ -54,14 +54,34 @@ def estimate(cells: torch.Tensor, count: int, kept: int, seed: int) -> torch.Ten
             column, sign = hashed(row, seed, columns, start, stop)
             found.append(cells[row, column] * sign)
         out[start:stop] = torch.stack(found).median(dim=0).values
-    if kept < count:
-        magnitude = out.abs()
-        threshold = torch.kthvalue(magnitude, count - kept + 1).values
-        keep = magnitude > threshold
-        ties = torch.nonzero(magnitude == threshold).flatten()
-        keep[ties[: kept - int(keep.sum())]] = True
-        out *= keep
-    return out + 0.0  # no −0
+    return out
+
+
+def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
+    """Where the largest magnitudes are, the largest first, of equal ones the first."""
+    magnitude = found.abs()
+    threshold = torch.kthvalue(magnitude, len(found) - kept + 1).values
+    index = torch.nonzero(magnitude >= threshold).flatten()  # ties may make it too many
+    order = torch.sort(magnitude[index], descending=True, stable=True).indices
+    return index[order[:kept]]
+
+
+def scaled(found: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """scale × these estimates as numbers of the dtype, and 0 elsewhere."""
+    out = torch.zeros(len(found), dtype=dtype)
+    out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32) + 0.0, dtype)  # no −0
+    return out
+
+
+def best_scale(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """The multiple of the estimates with the least squared error.
+
+    Where there are no large entries to find, the largest estimates are those with the largest noise: as they are they
+    would add more than they remove, and an error memory would grow without end. Scaled they never do.
+    """
+    square = float(found.double().square().sum())
+    best = float((exact.double() * found.double()).sum()) / square if square else 0.0
+    return float(np.float32(min(max(best, 0.0), 1.0))) + 0.0
 
 
 class CountSketch(Converter):
@@ -77,16 +97,17 @@ class CountSketch(Converter):
         u = job.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
         columns = min(max(1, int(job.count / (self.ratio * self.rows))), MOST_COLUMNS, job.count)
-        kept = min(job.count, max(1, math.ceil(self.p * job.count)))
         seed = job.seed & MASK
         exact = add_up(u, self.rows, columns, seed)
         limit = torch.finfo(torch.float32).max
         cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
+        found = estimates(cells.float(), job.count, seed)
+        index = largest(found, min(job.count, math.ceil(self.p * job.count)))
+        scale = best_scale(u[index], found[index])
         if job.memory_out is not None:
-            sent = limit_to(estimate(cells.float(), job.count, kept, seed), job.dtype).float()
-            torch.sub(u, sent, out=job.memory_out)
+            torch.sub(u, scaled(found, index, scale, job.dtype).float(), out=job.memory_out)
         side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
-        side += varint(columns) + varint(kept) + struct.pack("<Q", seed)
+        side += varint(columns) + varint(len(index)) + struct.pack("<fQ", scale, seed)
         body = cells.reshape(-1).view(torch.uint8)
         out[: len(side)] = torch.frombuffer(bytearray(side), dtype=torch.uint8)
         out[len(side) : len(side) + len(body)] = body
@@ -104,11 +125,18 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         raise FrameError("invalid sketch")
     precision = list(PRECISIONS.values())[number]
     columns, kept = reader.varint(min(count, MOST_COLUMNS)), reader.varint(count)
-    (seed,) = struct.unpack("<Q", reader.take(8))
+    scale, seed = struct.unpack("<fQ", reader.take(12))
     body = bytearray(reader.rest())
-    if not columns or not kept or len(body) != rows * columns * precision.itemsize:
+    if (
+        not 0 <= scale <= 1
+        or math.copysign(1, scale) < 0
+        or not columns
+        or not kept
+        or len(body) != rows * columns * precision.itemsize
+    ):
         raise FrameError("invalid sketch")
     cells = torch.frombuffer(body, dtype=precision).float().reshape(rows, columns)
     if not bool(torch.isfinite(cells).all()):
         raise FrameError("invalid sketch")
-    combine(limit_to(estimate(cells, count, kept, seed), header.dtype), out, weight, accumulate)
+    found = estimates(cells, count, seed)
+    combine(scaled(found, largest(found, kept), scale, header.dtype), out, weight, accumulate)
