@@ -6,6 +6,7 @@ import numpy as np
 
 from .. import kernels
 from .job import Job
+from .level_numbers import LARGEST
 
 
 def stats(job: Job, starts: np.ndarray) -> dict[str, np.ndarray]:
@@ -22,10 +23,11 @@ def stats(job: Job, starts: np.ndarray) -> dict[str, np.ndarray]:
 
 def clip_limits(job: Job, starts: np.ndarray, clip: float) -> np.ndarray | None:
     """clip·σ of every bucket, fp32; None where nothing is clipped (clip = 0)."""
-    return (clip * stats(job, starts)["sigma"]).astype(np.float32) if clip else None
+    return at_least(clip * stats(job, starts)["sigma"]) if clip else None
 
 
 def at_least(numbers: np.ndarray) -> np.ndarray:
     """fp64 numbers from above, as fp32: a level that encloses an entry may not be rounded below it."""
+    numbers = np.minimum(numbers, LARGEST)
     rounded = numbers.astype(np.float32)
     return np.where(rounded < numbers, np.nextafter(rounded, np.float32(np.inf)), rounded)

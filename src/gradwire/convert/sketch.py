@@ -69,7 +69,7 @@ def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
 def scaled(found: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """scale × these estimates as numbers of the dtype, and 0 elsewhere."""
     out = torch.zeros(len(found), dtype=dtype)
-    out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32) + 0.0, dtype)  # no −0
+    out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
     return out
 
 

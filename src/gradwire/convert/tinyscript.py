@@ -12,10 +12,11 @@ from functools import lru_cache
 import numpy as np
 
 from .job import Job
+from .level_numbers import LARGEST
 from .level_stats import stats
 from .levels import Levels
 
-SHAPES = np.geomspace(0.2, 4.0, 97)
+SHAPES = np.geomspace(0.25, 4.0, 97)
 RATIOS = np.array([math.gamma(1 + 1 / c) ** 2 / math.gamma(1 + 2 / c) for c in SHAPES])  # grows with the shape
 POINTS = 1 << 14
 
@@ -32,7 +33,7 @@ class TinyScript(Levels):
             elif square > 0:
                 shape = int(np.abs(RATIOS - mean * mean / square).argmin())
                 numbers[i] = mean * unit_levels(shape, self.levels)
-        return numbers.astype(np.float32) + np.float32(0)
+        return np.clip(numbers, -LARGEST, LARGEST).astype(np.float32) + np.float32(0)
 
 
 @lru_cache(maxsize=512)
