@@ -68,7 +68,7 @@ def equal_levels(tensors: list[torch.Tensor]) -> dict[str, dict[str, float]]:
 
 def curves(tensors: list[torch.Tensor]) -> dict[str, Curve]:
     """What each method makes of its bits, over its own range of levels or rates."""
-    many = (3, 5, 7, 9, 13, 17, 25, 33, 65, 129, 255)
+    many = (3, 5, 7, 9, 13, 17, 21, 25, 33, 41, 49, 65, 81, 97, 129, 161, 193, 225, 255)
     specs = {
         "orq": [f"orq:levels={s}" for s in (3, 5, 9, 17, 33)],
         "qsgd": [f"qsgd:levels={s},bucket=0" for s in many],

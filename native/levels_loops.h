@@ -281,7 +281,7 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
     counts[0] += rest;
 }
 
-inline void assign_loop(const Stream& s, float decay, Buckets b, const float* values, int levels, bool stochastic,
+[[maybe_unused]] inline void assign_loop(const Stream& s, float decay, Buckets b, const float* values, int levels, bool stochastic,
                         uint64_t seed, uint8_t* symbols, int64_t* counts) {
     Block k;
     float v[kMaxLevels], middles[kMaxLevels];  // copies: stores to `symbols` could otherwise change them
@@ -312,7 +312,7 @@ inline void assign_loop(const Stream& s, float decay, Buckets b, const float* va
     }
 }
 
-inline void spread_loop(const uint8_t* symbols, Buckets b, const float* values, int levels, float* out,
+[[maybe_unused]] inline void spread_loop(const uint8_t* symbols, Buckets b, const float* values, int levels, float* out,
                         bool accumulate) {
     float v[256] = {};  // any symbol finds a number
     for (size_t bucket = 0; bucket < b.count; bucket++, values += levels) {
@@ -325,8 +325,8 @@ inline void spread_loop(const uint8_t* symbols, Buckets b, const float* values, 
     }
 }
 
-#define GRADWIRE_LEVEL_KERNELS(name)                                                                              \
-    {name,             stats_loop,    assign_loop,     spread_loop,         load_loop,    extremes_loop,            \
+#define GRADWIRE_LEVEL_KERNELS(name, assign, spread)                                                     \
+    {name,             stats_loop,    assign,          spread,              load_loop,    extremes_loop, \
      sum_between_loop, count_to_loop, largest_to_loop, smallest_above_loop, cheapest_loop}
 
 }  // namespace

@@ -16,7 +16,7 @@
 
 namespace gradwire {
 
-const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS("portable");
+const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS("portable", assign_loop, spread_loop);
 
 const LevelKernels& level_kernels() {
 #ifdef GRADWIRE_X86

@@ -78,9 +78,9 @@ def test_frames_decode_to_what_the_page_says(spec: str, backend: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_all_backends_write_the_same_bytes(spec: str) -> None:
     codec = gradwire.codec(spec)
-    for seed, (name, tensor) in enumerate({**edge_tensors(), "large": gradient(5000, 1, beta=0.4)}.items()):
+    for seed, (name, tensor) in enumerate({**edge_tensors(), "large": gradient(2500, 1, beta=0.4)}.items()):
         if "exact" in spec and name == "large":
-            tensor = tensor[:1100]  # noqa: PLW2901
+            tensor = tensor[:600]  # noqa: PLW2901
         results = set()
         for name_of_backend in BACKENDS:
             with use_backend(name_of_backend):

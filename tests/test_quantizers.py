@@ -175,7 +175,7 @@ def test_bingrad_pb_is_the_fixed_point_and_the_least_error(name: str, n: int, ba
 
 # ── unbiasedness ──────────────────────────────────────────────────────────────────────────────────
 
-RUNS = 400
+RUNS = 300
 ERROR_PROBABILITY = 1e-6  # that a test below fails although the method is unbiased, for all of its entries together
 UNBIASED = (
     "orq:levels=3", "orq", "orq:levels=9,search=exact", "orq:precision=fp16", "qsgd", "qsgd:norm=l2,levels=5",
@@ -208,7 +208,7 @@ def bernstein(variance: np.ndarray, width: np.ndarray, runs: float, probability:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", UNBIASED)
 def test_unbiased(spec: str, dtype: torch.dtype) -> None:
-    tensor = gradient(600, 5, beta=0.6).to(dtype)
+    tensor = gradient(560, 5, beta=0.6).to(dtype)
     x = tensor.double().numpy()
     mean, low, high = means(spec, tensor)
     assert ((low <= x) & (x <= high)).all()
@@ -224,7 +224,7 @@ def test_unbiased(spec: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("spec", ["orq:clip=2", "terngrad:clip=2.5", "bingrad:form=pb"])
 def test_the_test_of_unbiasedness_sees_bias(spec: str) -> None:
-    tensor = gradient(600, 5, beta=0.6)
+    tensor = gradient(560, 5, beta=0.6)
     x = tensor.double().numpy()
     mean, low, high = means(spec, tensor)
     variance = np.maximum((high - x) * (x - low), 0)
