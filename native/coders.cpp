@@ -56,10 +56,43 @@ void sample(const float* gradient, const float* memory, float decay, size_t n, s
     }
 }
 
+namespace {
+
+// Eight bytes as a number, the first lowest; compilers make one load or store of it.
+inline uint64_t load8(const uint8_t* p) {
+    uint64_t x = 0;
+    for (int k = 0; k < 8; k++) x |= uint64_t(p[k]) << 8 * k;
+    return x;
+}
+inline void store8(uint64_t x, uint8_t* p) {
+    for (int k = 0; k < 8; k++) p[k] = uint8_t(x >> 8 * k);
+}
+
+constexpr uint64_t kPairs = 0x00ff00ff00ff00ffull, kFours = 0x0000ffff0000ffffull;
+
+// Eight symbols of `w` bits, a byte each, to 8w bits and back: pairs, then pairs of pairs, then both halves.
+inline uint64_t squeeze(uint64_t x, int w) {
+    x = (x & kPairs) | (x >> 8 & kPairs) << w;
+    x = (x & kFours) | (x >> 16 & kFours) << 2 * w;
+    return (x & 0xffffffffu) | x >> 32 << 4 * w;
+}
+inline uint64_t stretch(uint64_t x, int w) {
+    const uint64_t mask = ~0ull >> (64 - w), two = ~0ull >> (64 - 2 * w), four = ~0ull >> (64 - 4 * w);
+    x = (x & four) | (x >> 4 * w & four) << 32;
+    x = (x & (two | two << 32)) | (x >> 2 * w & (two | two << 32)) << 16;
+    const uint64_t all = mask | mask << 16 | mask << 32 | mask << 48;
+    return (x & all) | (x >> w & all) << 8;
+}
+
+}  // namespace
+
 void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out) {
     uint64_t bits = 0;
     int filled = 0;
-    for (size_t i = 0; i < n; i++) {
+    size_t i = 0;
+    // Eight symbols are `width` bytes; of the eight that are stored the others are overwritten by the next.
+    for (; n - i >= 72; i += 8, out += width) store8(squeeze(load8(symbols + i), width), out);
+    for (; i < n; i++) {
         bits |= uint64_t(symbols[i]) << filled;
         filled += width;
         while (filled >= 8) {
@@ -76,7 +109,12 @@ bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* s
     int filled = 0;
     bool good = true;
     const uint32_t mask = (1u << width) - 1;
-    for (size_t i = 0; i < n; i++) {
+    size_t i = 0;
+    uint8_t largest = 0;
+    for (; n - i >= 72; i += 8, data += width) store8(stretch(load8(data), width), symbols + i);
+    for (size_t j = 0; j < i; j++) largest = symbols[j] > largest ? symbols[j] : largest;
+    good = largest < limit;
+    for (; i < n; i++) {
         if (filled < width) {
             bits |= uint64_t(*data++) << filled;
             filled += 8;

@@ -33,6 +33,11 @@ SPECS = (
     "co3:format=fp8", "co3:format=e2m1", "co3:format=e4m3", "co3:format=e4m3b10", "co3:format=e3m0b2",
     "co3:format=e2m3b0f,coder=huffman", "gennorm:model=gennorm", "co3:rounding=stochastic",
 )  # fmt: skip
+LEVEL_SPECS = (
+    "bingrad", "bingrad:form=pb,precision=fp16", "orq:levels=9,bucket=100", "signsgd",
+    "qsgd:levels=33,norm=l2,bucket=70,coder=huffman", "linear:levels=2,bucket=4,precision=fp32",
+)  # fmt: skip
+SPECS += (*LEVEL_SPECS, "countsketch:ratio=2,rows=5,p=0.5,precision=fp16")
 
 # ── backends ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -140,6 +145,7 @@ class Plain:
     payload: bytes
     levels: np.ndarray = field(default_factory=lambda: np.zeros(0))
     segments: list[tuple[int, float]] = field(default_factory=list)
+    buckets: list[tuple[int, list[float]]] = field(default_factory=list)  # entries and levels of each
     coder: int = 0
     model: int = 0
     precision: int = 0
@@ -198,6 +204,10 @@ def plain_decode(frame: bytes) -> Plain:
         found.tensor = _elements(found.payload, found.dtype, shape)
     elif found.codec == 1:
         _plain_minifloat(found)
+    elif found.codec == 4:
+        _plain_levels(found)
+    elif found.codec == 6:
+        _plain_sketch(found)
     else:
         sent = _elements(found.payload[1:], DTYPES[found.payload[0]], shape)
         limit = torch.finfo(found.dtype).max
@@ -235,6 +245,18 @@ def _plain_minifloat(found: Plain) -> None:
         found.segments = [(at.varint(), at.bfloat16()) for _ in range(at.varint())]
     else:
         found.segments = [(count, at.bfloat16())]
+    _plain_head(found, at, number, found.levels.tolist().index(0))
+    found.symbols = _plain_symbols(found, at, count)
+    values, position = [], 0
+    for length, step in found.segments:
+        part = found.symbols[position : position + length]
+        values += [plain_value(found.levels[s], step, found.dtype) for s in part]
+        position += length
+    found.tensor = torch.stack(values).reshape(found.shape)
+
+
+def _plain_head(found: Plain, at: _Bytes, number: int, zero: int) -> None:
+    """How the symbols are coded; `zero` is the symbol whose frequency is not sent."""
     head = at.byte()
     found.coder, found.model, found.precision = head & 3, head >> 2 & 3, head >> 4
     if found.model == 1:
@@ -242,14 +264,49 @@ def _plain_minifloat(found: Plain) -> None:
         found.frequencies = plain_normalize(_gennorm_counts(number, index, zero_mass), found.precision)
     elif found.model == 2:
         others = _gammas(at, len(found.levels) - 1)
-        zero = found.levels.tolist().index(0)
         found.frequencies = [*others[:zero], 2**found.precision - sum(others), *others[zero:]]
+
+
+def _plain_levels(found: Plain) -> None:
+    at, count = _Bytes(found.payload), math.prod(found.shape)
+    bucket, s, table = at.varint(), at.byte(), at.byte()
+    kind, dtype = table & 3, DTYPES[table >> 2]  # fp32, fp16, bf16 have the same numbers there and here
+    segments = [at.varint() for _ in range(at.varint())] if found.flags & 2 else [count]
+    sizes = [min(bucket or n, n - start) for n in segments for start in range(0, n, bucket or n)]
+    rows = []
+    for n in sizes:
+        many = {0: min(s, max(2, n)), 1: 2, 2: 1}[kind]
+        numbers = _elements(at.take(many * dtype.itemsize), dtype, (many,)).double().tolist()
+        if kind:
+            low, high = numbers if kind == 1 else (-numbers[0], numbers[0])
+            numbers = [float(np.float32((low * (s - 1 - k) + high * k) / (s - 1))) for k in range(s)]
+        rows.append([plain_value(x, 1.0, found.dtype) for x in numbers + numbers[-1:] * (s - len(numbers))])
+    found.buckets = [(n, [float(x) for x in row]) for row, n in zip(rows, sizes, strict=True)]
+    found.levels = np.arange(s)
+    _plain_head(found, at, -1, s // 2)
     found.symbols = _plain_symbols(found, at, count)
-    values, position = [], 0
-    for length, step in found.segments:
-        part = found.symbols[position : position + length]
-        values += [plain_value(found.levels[s], step, found.dtype) for s in part]
-        position += length
+    of_bucket = [row for row, n in zip(rows, sizes, strict=True) for _ in range(n)]
+    values = [row[symbol] for row, symbol in zip(of_bucket, found.symbols, strict=True)]
+    found.tensor = torch.stack(values).reshape(found.shape)
+
+
+def _plain_sketch(found: Plain) -> None:
+    at, count = _Bytes(found.payload), math.prod(found.shape)
+    table, columns, kept = at.byte(), at.varint(), at.varint()
+    scale, seed = struct.unpack("<fQ", at.take(12))
+    rows, dtype = table & 15, DTYPES[table >> 4]
+    cells = _elements(at.rest(), dtype, (rows, columns)).float()
+    estimates = []
+    for i in range(count):
+        of_rows = []
+        for row in range(rows):
+            h = plain_random(i, (seed + row) % 2**64)
+            of_rows.append((-1 if h & 1 else 1) * float(cells[row, (h >> 1) * columns // 2**23]))
+        estimates.append(sorted(of_rows)[rows // 2])
+    order = sorted(range(count), key=lambda i: (-abs(estimates[i]), i))[:kept]
+    values = [torch.zeros((), dtype=found.dtype)] * count
+    for i in order:
+        values[i] = plain_value(estimates[i], scale, found.dtype) + 0
     found.tensor = torch.stack(values).reshape(found.shape)
 
 

@@ -1,13 +1,180 @@
-"""Quantizers with a few levels in each bucket of entries: the payload they share."""
+"""Quantizers with a few levels in each bucket of entries: the payload they share (docs/wire-format.md, codec 4).
+
+A method is a subclass with a `fit`: the numbers that describe each bucket's levels. Everything else is here: buckets
+that restart at every segment, numbers rounded to their precision, entries assigned to levels, symbols coded.
+"""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..errors import FrameError
-from ..wire import Header
+from .. import compress, kernels
+from ..errors import FrameError, SpecError
+from ..fields import Reader, varint
+from ..wire import LEVELS, SEGMENTED, Header
+from .job import Converter, Job, combine, limit_to, require_finite
+from .level_numbers import LARGEST, PRECISIONS, pack_numbers, read_numbers, round_outward, round_to
+
+EXPLICIT, EVEN, SYMMETRIC = 0, 1, 2
+MOST_LEVELS = 255
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is cut: `starts` of all buckets, and the number of entries last."""
+
+    bucket: int
+    segments: tuple[int, ...]
+    starts: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+
+def make_layout(count: int, segments: tuple[int, ...], bucket: int, levels: int) -> Layout:
+    """Buckets that restart at each segment; segments with less than two entries a level share one with the next."""
+    joined: list[int] = []
+    for length in segments or (count,):
+        if joined and (length < 2 * levels or joined[-1] < 2 * levels):
+            joined[-1] += length
+        else:
+            joined.append(length)
+    return cut(tuple(joined), bucket if bucket < max(joined) else 0)
+
+
+def cut(segments: tuple[int, ...], bucket: int) -> Layout:
+    ends = np.cumsum(segments)
+    pieces = [np.arange(end - n, end, bucket or n) for n, end in zip(segments, ends, strict=True)]
+    return Layout(bucket, segments, np.append(np.concatenate(pieces), ends[-1]).astype(np.int64))
+
+
+def widths(kind: int, levels: int) -> int:
+    """Numbers that describe one bucket."""
+    return {EXPLICIT: levels, EVEN: 2, SYMMETRIC: 1}[kind]
+
+
+def level_values(numbers: np.ndarray, kind: int, levels: int, dtype: torch.dtype) -> torch.Tensor:
+    """What each symbol of each bucket stands for, as fp32 numbers that the dtype holds."""
+    if kind != EXPLICIT:
+        low, high = (-numbers, numbers) if kind == SYMMETRIC else (numbers[:, :1], numbers[:, 1:])
+        k = np.arange(levels, dtype=np.float64)
+        numbers = ((low.astype(np.float64) * (levels - 1 - k) + high * k) / (levels - 1)).astype(np.float32)
+    return limit_to(torch.from_numpy(numbers), dtype).float()
+
+
+class Levels(Converter):
+    """Base of the methods. Unbiased ones have `outward`: their outer levels enclose every entry."""
+
+    wire_id = LEVELS
+    lists_segments = stores_tiny = True
+    kind = EXPLICIT
+    outward = False
+
+    def __init__(self, levels: int, bucket: int, precision: str, coder: str):
+        if bucket and bucket < 2 * levels:
+            raise SpecError(f"bucket={bucket} is too small for {levels} levels: 0 (whole tensors) or from {2 * levels}")
+        self.levels, self.bucket, self.coder = levels, bucket, coder
+        self.precision = PRECISIONS[precision]
+
+    @abstractmethod
+    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
+        """fp32 numbers of every bucket: its levels in ascending order (EXPLICIT), lo and hi (EVEN) or b (SYMMETRIC)."""
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        job.require_finite()
+        if job.memory is not None:
+            require_finite(job.memory)  # one that is not would spoil the frame
+        layout = make_layout(job.count, job.segments, self.bucket, self.levels)
+        fitted = np.clip(self.fit(job, layout.starts), -LARGEST, LARGEST)
+        numbers, precision = self._round(fitted, layout.sizes, job.dtype)
+        if len(numbers) > 1 and (numbers == numbers[0]).all():  # nothing to tell apart, as where all is zero
+            layout, numbers = cut((job.count,), 0), numbers[:1]
+        values = level_values(numbers, self.kind, self.levels, job.dtype)
+        seed = job.seed if self.stochastic else None
+        symbols, counts = kernels.assign_levels(
+            job.gradient, job.memory, job.memory_out, job.decay, values, layout.starts, seed
+        )
+        alphabet = compress.Alphabet(self.levels, self.levels // 2)
+        coding = choose(alphabet, counts, job.count, self.coder)
+        side = varint(layout.bucket) + bytes([self.levels, self.kind | PRECISIONS_ON_WIRE.index(precision) << 2])
+        if job.segments:
+            side += varint(len(layout.segments)) + b"".join(map(varint, layout.segments))
+        position = 0
+        view = memoryview(out.numpy())
+        for part in (
+            side,
+            pack_numbers(numbers, layout.sizes, precision),
+            compress.encode(symbols.numpy(), alphabet, coding),
+        ):
+            view[position : position + len(part)] = part
+            position += len(part)
+        return position
+
+    def _round(self, numbers: np.ndarray, sizes: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, torch.dtype]:
+        """The numbers as they travel; in fp32 where the precision cannot hold the largest."""
+        precision = self.precision
+        if precision == torch.float16 and np.abs(numbers).max() > torch.finfo(torch.float16).max:
+            precision = torch.float32
+        rounded = round_to(numbers, precision)
+        if self.outward:
+            # First to what the tensor's dtype holds: the receiver rounds to it, and may not round inwards.
+            end = round_outward(round_outward(numbers[:, -1], dtype, 1), precision, 1)
+            last = np.clip(sizes - 1, 1, None)  # a small bucket repeats its last level
+            width = numbers.shape[1]
+            rounded = np.where(np.arange(width) >= np.minimum(last, width - 1)[:, None], end[:, None], rounded)
+            if self.kind != SYMMETRIC:
+                rounded[:, 0] = round_outward(round_outward(numbers[:, 0], dtype, -1), precision, -1)
+        return rounded, precision
+
+
+PRECISIONS_ON_WIRE = tuple(PRECISIONS.values())
+
+
+def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: str) -> compress.Coding:
+    """The shortest coding: of all coders, or of one and plain packing."""
+    names = ("rans", "huffman") if coder == "auto" else (coder,)
+    found = [compress.choose(alphabet, counts, total, compress.CODERS[name]) for name in names]
+    return min(found, key=lambda c: c.expected_bits + (compress.SMALLEST_RANS if c.coder == compress.RANS else 0))
+
+
+def read_side(reader: Reader, header: Header) -> tuple[Layout, int, int, torch.dtype]:
+    """(layout, number of levels, kind, precision) at the front of a payload."""
+    count = header.elements
+    bucket, levels, table = reader.varint(count), reader.byte(), reader.byte()
+    kind, precision = table & 3, table >> 2
+    if not 2 <= levels <= MOST_LEVELS or kind > SYMMETRIC or precision >= len(PRECISIONS_ON_WIRE):
+        raise FrameError("invalid table of levels")
+    segments: tuple[int, ...] = (count,)
+    if header.flags & SEGMENTED:
+        number = reader.varint(len(reader.data))
+        segments = tuple(reader.varint(count) for _ in range(number))
+        if sum(segments) != count or (number > 1 and min(segments) < 2 * levels):
+            raise FrameError("segments do not add up to the tensor, or are too small")
+    if bucket and not 2 * levels <= bucket < max(segments):
+        raise FrameError("invalid size of buckets")
+    return cut(segments, bucket), levels, kind, PRECISIONS_ON_WIRE[precision]
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
-    raise FrameError("not yet")
+    if not header.dtype.is_floating_point or not header.elements:
+        raise FrameError("levels frame of a dtype or size that is always stored")
+    reader = Reader(memoryview(payload))
+    layout, levels, kind, precision = read_side(reader, header)
+    numbers = read_numbers(reader, layout.sizes, widths(kind, levels), precision)
+    if kind == SYMMETRIC and (numbers < 0).any():
+        raise FrameError("negative level")
+    values = level_values(numbers, kind, levels, header.dtype)
+    if weight != 1:
+        values = values * weight
+    alphabet = compress.Alphabet(levels, levels // 2)
+    symbols = compress.decode(reader, alphabet, header.elements, compress.read_head(reader, alphabet))
+    fused = out.dtype == torch.float32 and out.device.type == "cpu"
+    target = out if fused else torch.empty(header.elements)
+    kernels.spread_levels(symbols, values, layout.starts, target, accumulate and fused)
+    if not fused:
+        combine(target, out, 1, accumulate)

@@ -1,13 +1,142 @@
-"""Count-sketch: the baseline that sums without decoding."""
+"""Count-sketch (Charikar, Chen, Farach-Colton 2002), a baseline of CO3: docs/wire-format.md, codec 6.
+
+Every entry is added, with a hashed sign, to one hashed cell in each row; its estimate is the median over the rows of
+sign·cell. Only the largest estimates are kept: the others are noise from collisions. They are scaled to leave the least
+error, which the papers do not do. What is lost goes to the error memory, as with every codec.
+"""
 
 from __future__ import annotations
+
+import math
+import struct
 
 import numpy as np
 import torch
 
+from .. import kernels
 from ..errors import FrameError
-from ..wire import Header
+from ..fields import Reader, varint
+from ..wire import SKETCH, Header
+from .job import Converter, Job, combine, limit_to, require_finite
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
+ROWS = (1, 3, 5, 7)
+MOST_COLUMNS = 1 << 23  # hashes have that many values
+BLOCK = 1 << 20  # entries hashed at a time
+MASK = (1 << 64) - 1
+
+
+def hashed(row: int, seed: int, columns: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column, sign) in this row of entries start … stop−1."""
+    h = (kernels.uniform(stop - start, (seed + row) & MASK, start) * 2**24).long()
+    return (h >> 1) * columns >> 23, 1 - 2 * (h & 1)
+
+
+def add_up(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.Tensor:
+    """The cells, summed in fp64."""
+    cells = np.zeros((rows, columns))
+    for start in range(0, u.numel(), BLOCK):
+        part = u[start : start + BLOCK].double()
+        for row in range(rows):
+            column, sign = hashed(row, seed, columns, start, start + len(part))
+            cells[row] += np.bincount(column.numpy(), (part * sign).numpy(), minlength=columns)
+    return torch.from_numpy(cells)
+
+
+def estimates(cells: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """The median over the rows of sign·cell for every entry, fp32."""
+    rows, columns = cells.shape
+    out = torch.empty(count)
+    for start in range(0, count, BLOCK):
+        stop = min(count, start + BLOCK)
+        found = []
+        for row in range(rows):
+            column, sign = hashed(row, seed, columns, start, stop)
+            found.append(cells[row, column] * sign)
+        out[start:stop] = torch.stack(found).median(dim=0).values
+    return out
+
+
+def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
+    """Where the largest magnitudes are, the largest first, of equal ones the first."""
+    magnitude = found.abs()
+    threshold = torch.kthvalue(magnitude, len(found) - kept + 1).values
+    index = torch.nonzero(magnitude >= threshold).flatten()  # ties may make it too many
+    order = torch.sort(magnitude[index], descending=True, stable=True).indices
+    return index[order[:kept]]
+
+
+def scaled(found: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """scale × these estimates as numbers of the dtype, and 0 elsewhere."""
+    out = torch.zeros(len(found), dtype=dtype)
+    out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
+    return out
+
+
+def best_scale(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """The multiple of the estimates with the least squared error.
+
+    Where there are no large entries to find, the largest estimates are those with the largest noise: as they are they
+    would add more than they remove, and an error memory would grow without end. Scaled they never do.
+    """
+    square = float(found.double().square().sum())
+    best = float((exact.double() * found.double()).sum()) / square if square else 0.0
+    return float(np.float32(min(max(best, 0.0), 1.0))) + 0.0
+
+
+class CountSketch(Converter):
+    wire_id = SKETCH
+    stochastic = True
+    stores_tiny = True
+
+    def __init__(self, ratio: float, rows: int, p: float, precision: str):
+        self.ratio, self.rows, self.p, self.precision = ratio, rows, p, PRECISIONS[precision]
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        job.require_finite()
+        u = job.compensated()
+        require_finite(u)  # a memory that is not would spoil the frame
+        columns = min(max(1, int(job.count / (self.ratio * self.rows))), MOST_COLUMNS, job.count)
+        seed = job.seed & MASK
+        exact = add_up(u, self.rows, columns, seed)
+        limit = torch.finfo(torch.float32).max
+        cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
+        found = estimates(cells.float(), job.count, seed)
+        index = largest(found, min(job.count, math.ceil(self.p * job.count)))
+        scale = best_scale(u[index], found[index])
+        if job.memory_out is not None:
+            torch.sub(u, scaled(found, index, scale, job.dtype).float(), out=job.memory_out)
+        side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
+        side += varint(columns) + varint(len(index)) + struct.pack("<fQ", scale, seed)
+        body = cells.reshape(-1).view(torch.uint8)
+        out[: len(side)] = torch.frombuffer(bytearray(side), dtype=torch.uint8)
+        out[len(side) : len(side) + len(body)] = body
+        return len(side) + len(body)
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
-    raise FrameError("not yet")
+    count = header.elements
+    if not header.dtype.is_floating_point or not count:
+        raise FrameError("sketch of a dtype or size that is always stored")
+    reader = Reader(memoryview(payload))
+    table = reader.byte()
+    rows, number = table & 15, table >> 4
+    if rows not in ROWS or number >= len(PRECISIONS):
+        raise FrameError("invalid sketch")
+    precision = list(PRECISIONS.values())[number]
+    columns, kept = reader.varint(min(count, MOST_COLUMNS)), reader.varint(count)
+    scale, seed = struct.unpack("<fQ", reader.take(12))
+    body = bytearray(reader.rest())
+    if (
+        not 0 <= scale <= 1
+        or math.copysign(1, scale) < 0
+        or not columns
+        or not kept
+        or len(body) != rows * columns * precision.itemsize
+    ):
+        raise FrameError("invalid sketch")
+    cells = torch.frombuffer(body, dtype=precision).float().reshape(rows, columns)
+    if not bool(torch.isfinite(cells).all()):
+        raise FrameError("invalid sketch")
+    found = estimates(cells, count, seed)
+    combine(scaled(found, largest(found, kept), scale, header.dtype), out, weight, accumulate)

@@ -1,0 +1,54 @@
+// The kernels of quantizers with a few levels in each bucket: src/gradwire/kernels/reference/levels.py, bit for bit.
+//
+// Bucket b holds the entries from starts[b] to starts[b + 1]. Every instruction set compiles the same loops
+// (levels_loops.h); levels_search.cpp chooses between them, and looks for the best levels with them.
+#pragma once
+
+#include "kernels.h"
+
+namespace gradwire {
+
+constexpr int kStats = 5;  // min, max, sum of magnitudes, sum, sum of squares
+constexpr int kMaxLevels = 255;
+
+struct Buckets {
+    const int64_t* starts;
+    size_t count;
+};
+
+// What one interval of sorted entries costs (`cheapest`): all but `found` are indexed by entry.
+struct Costs {
+    const double *w, *sums, *squares, *least;
+    double* found;
+};
+
+struct LevelKernels {
+    const char* name;
+    void (*stats)(const Stream& s, float decay, Buckets b, double* out);
+    void (*assign)(const Stream& s, float decay, Buckets b, const float* values, int levels, bool stochastic,
+                   uint64_t seed, uint8_t* symbols, int64_t* counts);
+    void (*spread)(const uint8_t* symbols, Buckets b, const float* values, int levels, float* out, bool accumulate);
+    // u = g + decay * memory of entries start .. start + n, magnitudes cut off at `limit`.
+    void (*load)(const Stream& s, float decay, size_t start, size_t n, float limit, float* u);
+    void (*extremes)(const float* u, size_t n, float& low, float& high);
+    double (*sum_between)(const float* u, size_t n, float low, float high, size_t& count);  // of low <= u < high
+    size_t (*count_to)(const float* u, size_t n, float limit);                              // of u <= limit
+    float (*largest_to)(const float* u, size_t n, float limit);                             // of u <= limit
+    float (*smallest_above)(const float* u, size_t n, float limit);                         // of u > limit
+    // The first i from `first` to `end` with the smallest least[i] + cost(i, j), and that sum.
+    size_t (*cheapest)(const Costs& c, size_t j, size_t first, size_t end, double& value);
+};
+
+extern const LevelKernels portable_levels;
+#ifdef GRADWIRE_X86
+extern const LevelKernels avx2_levels, avx512_levels;
+#endif
+
+const LevelKernels& level_kernels();  // of the instruction set in use
+
+enum class Search { greedy, exact, two, pair };
+
+// `limits` (one per bucket) may be null; `out` has `levels` numbers for each bucket, one for Search::pair.
+void search_levels(const Stream& s, float decay, Buckets b, const float* limits, int levels, Search method, float* out);
+
+}  // namespace gradwire

@@ -1,0 +1,229 @@
+// The best levels of a bucket: ORQ's greedy search by counting, the others on sorted entries.
+//
+// Traps:
+// - Results must equal the reference to the last bit: prefix sums add one entry after the other in fp64, and every
+//   expression has the reference's order of operations.
+// - The entry of a rank is found by counting how many of the bucket are below a guess, by interpolation and, where
+//   that is slow, by bisection over the integers whose order is that of the floats. Comparing 2048 entries in the
+//   first-level cache takes some hundred vector instructions, so ten such passes are a small part of sorting.
+// - Where entries are sorted, it is as such integers, byte by byte: exact.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "levels_loops.h"
+
+namespace gradwire {
+
+const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS("portable", assign_loop, spread_loop);
+
+const LevelKernels& level_kernels() {
+#ifdef GRADWIRE_X86
+    for (const LevelKernels* k : {&avx2_levels, &avx512_levels})
+        if (!std::strcmp(k->name, kernels().name)) return *k;
+#endif
+    return portable_levels;
+}
+
+namespace {
+
+// One bucket, and room for what is computed of it.
+struct Bucket {
+    size_t n = 0;
+    std::vector<float> u;
+    std::vector<uint32_t> keys, other, choices;
+    std::vector<double> x, sums, squares, least, best, found;
+
+    void resize(size_t size) {
+        n = size;
+        u.resize(n);
+        keys.resize(n);
+        other.resize(n);
+        x.resize(n);
+        sums.resize(n + 1);
+    }
+};
+
+uint32_t ordered(float v) {
+    const uint32_t b = as_bits(v);
+    return b ^ (uint32_t(int32_t(b) >> 31) | 0x80000000u);
+}
+
+float unordered(uint32_t key) { return as_float(key ^ (~uint32_t(int32_t(key) >> 31) | 0x80000000u)); }
+
+void sort(Bucket& t) {
+    const size_t n = t.n;
+    for (size_t i = 0; i < n; i++) t.keys[i] = ordered(t.u[i]);
+    if (n < 128) {
+        std::sort(t.keys.begin(), t.keys.end());
+    } else {
+        uint32_t counts[4][256] = {};
+        for (uint32_t key : t.keys)
+            for (int pass = 0; pass < 4; pass++) counts[pass][key >> 8 * pass & 255]++;
+        for (int pass = 0; pass < 4; pass++) {
+            uint32_t *c = counts[pass], at = 0;
+            if (c[t.keys[0] >> 8 * pass & 255] == n) continue;  // all have the same byte
+            for (int d = 0; d < 256; d++) {
+                const uint32_t many = c[d];
+                c[d] = at;
+                at += many;
+            }
+            for (uint32_t key : t.keys) t.other[c[key >> 8 * pass & 255]++] = key;
+            t.keys.swap(t.other);
+        }
+    }
+    for (size_t i = 0; i < n; i++) t.u[i] = unordered(t.keys[i]);
+}
+
+void add_up(Bucket& t) {
+    t.sums[0] = 0;
+    for (size_t i = 0; i < t.n; i++) {
+        t.x[i] = t.u[i];
+        t.sums[i + 1] = t.sums[i] + t.x[i];
+    }
+}
+
+// The entry of this rank among the n of [low, high).
+float select(const LevelKernels& kernels, const Bucket& t, float low, float high, size_t n, size_t rank) {
+    const float* u = t.u.data();
+    // `few` entries are up to `below`, less than wanted; `many` are up to `at`, as many as wanted or more.
+    uint32_t below = ordered(low == 0 ? -0.0f : low) - 1, at = ordered(high);
+    size_t few = kernels.count_to(u, t.n, unordered(below)), many = few + n;
+    const size_t wanted = few + rank + 1;
+    bool interpolate = true;
+    while (at - below > 1) {
+        uint32_t middle = below + (at - below) / 2;
+        if (interpolate) {
+            const double start = unordered(below), part = (double(wanted - few) - 0.5) / double(many - few);
+            const uint32_t guess = ordered(float(start + part * (unordered(at) - start)));
+            middle = std::min(std::max(guess, below + 1), at - 1);
+        }
+        const float value = unordered(middle);
+        const size_t count = kernels.count_to(u, t.n, value);
+        if (count == wanted) return kernels.largest_to(u, t.n, value);
+        if (count + 1 == wanted) return kernels.smallest_above(u, t.n, value);
+        const size_t width = many - few;
+        if (count < wanted)
+            below = middle, few = count;
+        else
+            at = middle, many = count;
+        interpolate = !interpolate || many - few < width / 4;  // else halving the integers gets further
+    }
+    return unordered(at);
+}
+
+void orq_greedy(const LevelKernels& kernels, const Bucket& t, int levels, float* out) {
+    kernels.extremes(t.u.data(), t.n, out[0], out[levels - 1]);
+    for (int span = levels - 1; span > 1; span /= 2)
+        for (int left = 0; left < levels - 1; left += span) {
+            const float low = out[left], high = out[left + span];
+            size_t n;
+            const double total = kernels.sum_between(t.u.data(), t.n, low, high, n);
+            out[left + span / 2] = low;
+            if (n) {
+                const double below = double(n) - (total - double(n) * low) / (double(high) - low);
+                const double rank = std::min(std::max(std::ceil(below) - 1, 0.0), double(n - 1));
+                out[left + span / 2] = select(kernels, t, low, high, n, size_t(rank));
+            }
+        }
+}
+
+// Dynamic programming, halving the range of j: the best i grows with it.
+void solve(const LevelKernels& kernels, Bucket& t, const Costs& costs, uint32_t* choice, ptrdiff_t low, ptrdiff_t high,
+           size_t first, size_t end) {
+    if (low > high) return;
+    const size_t j = size_t(low + high) / 2;
+    const size_t at = kernels.cheapest(costs, j, first, std::min(end, j), t.best[j]);
+    choice[j] = uint32_t(at);
+    solve(kernels, t, costs, choice, low, ptrdiff_t(j) - 1, first, at);
+    solve(kernels, t, costs, choice, ptrdiff_t(j) + 1, high, at, end);
+}
+
+void orq_exact(const LevelKernels& kernels, Bucket& t, int levels, float* out) {
+    const size_t n = t.n;
+    t.squares.resize(n + 1);
+    t.least.resize(n);
+    t.best.resize(n);
+    t.found.resize(n);
+    t.choices.resize(n * size_t(levels - 2));
+    const double first = t.u[0];
+    t.sums[0] = t.squares[0] = 0;
+    for (size_t i = 0; i < n; i++) {
+        t.x[i] = t.u[i] - first;
+        t.sums[i + 1] = t.sums[i] + t.x[i];
+        t.squares[i + 1] = t.squares[i] + t.x[i] * t.x[i];
+    }
+    for (size_t j = 0; j < n; j++)
+        t.best[j] = (t.x[j] + t.x[0]) * (t.sums[j + 1] - t.sums[0]) - double(j + 1) * (t.x[0] * t.x[j]) -
+                    (t.squares[j + 1] - t.squares[0]);
+    for (int layer = 0; layer < levels - 2; layer++) {
+        t.least.swap(t.best);
+        const Costs costs{t.x.data(), t.sums.data(), t.squares.data(), t.least.data(), t.found.data()};
+        const ptrdiff_t last = ptrdiff_t(n) - 1;  // of the last layer only its last entry matters
+        solve(kernels, t, costs, t.choices.data() + n * size_t(layer), layer == levels - 3 ? last : 0, last, 0, n - 1);
+    }
+    size_t j = n - 1;
+    for (int k = levels - 1; k > 0; k--) {
+        out[k] = t.u[j];
+        if (k > 1) j = t.choices[n * size_t(k - 2) + j];
+    }
+    out[0] = t.u[0];
+}
+
+void bingrad_two(const Bucket& t, float* out) {
+    const size_t n = t.n;
+    out[0] = out[1] = t.u[0];
+    if (t.u[0] == t.u[n - 1]) return;
+    size_t best = 1;
+    double most = -1;
+    for (size_t c = 1; c < n; c++) {
+        const double left = t.sums[c], right = t.sums[n] - t.sums[c];
+        const double gain = left * left / double(c) + right * right / double(n - c);
+        if (gain > most) most = gain, best = c;
+    }
+    out[0] = float(t.sums[best] / double(best));
+    out[1] = float((t.sums[n] - t.sums[best]) / double(n - best));
+}
+
+float bingrad_pair(const Bucket& t) {
+    size_t c = 0;
+    double mean = t.sums[t.n] / double(t.n);
+    while (!(mean <= t.x[c]) && c + 1 < t.n) {
+        c++;
+        mean = (t.sums[t.n] - t.sums[c]) / double(t.n);
+    }
+    return float(c && t.x[c - 1] > mean ? t.x[c - 1] : mean);
+}
+
+}  // namespace
+
+void search_levels(const Stream& s, float decay, Buckets b, const float* limits, int levels, Search method, float* out) {
+    const LevelKernels& kernels = level_kernels();
+    Bucket t;
+    const bool pair = method == Search::pair;
+    const int width = pair ? 1 : levels;
+    for (size_t i = 0; i < b.count; i++, out += width) {
+        const size_t start = size_t(b.starts[i]);
+        t.resize(size_t(b.starts[i + 1]) - start);
+        kernels.load(s, decay, start, t.n, limits ? limits[i] : kInfinity, t.u.data());
+        if (pair)
+            for (float& v : t.u) v = std::fabs(v);
+        const bool few = !pair && t.n <= size_t(levels);
+        if (method != Search::greedy || few) sort(t);
+        if (method == Search::two || pair) add_up(t);
+        if (few)
+            for (int k = 0; k < levels; k++) out[k] = t.u[std::min(size_t(k), t.n - 1)];
+        else if (method == Search::greedy)
+            orq_greedy(kernels, t, levels, out);
+        else if (method == Search::exact)
+            orq_exact(kernels, t, levels, out);
+        else if (method == Search::two)
+            bingrad_two(t, out);
+        else
+            out[0] = bingrad_pair(t);
+        for (int k = 0; k < width; k++) out[k] += 0.0f;  // no -0
+    }
+}
+
+}  // namespace gradwire

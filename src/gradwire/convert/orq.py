@@ -1,0 +1,45 @@
+"""ORQ (arXiv 2002.11082): unbiased quantization to the levels with the least expected squared error.
+
+An entry v in [b_k, b_{k+1}] goes up with probability (v − b_k)/(b_{k+1} − b_k); the expected squared error of a
+bucket is Σ(b_{k+1} − v)(v − b_k). The outer levels are its minimum and maximum, and an inner level b between lo and hi
+is best where #{v < b} = n − Σ(v − lo)/(hi − lo). The paper's greedy search solves the middle level first and recurs
+into both halves; `search=exact` finds the optimum of all levels together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import kernels
+from ..errors import SpecError
+from .job import Job
+from .level_stats import clip_limits
+from .levels import Levels
+
+MOST = 129
+
+
+class ORQ(Levels):
+    stochastic = True
+    outward = True
+
+    def __init__(self, levels: int, search: str, clip: float, bucket: int, precision: str, coder: str):
+        super().__init__(levels, bucket, precision, coder)
+        self.search, self.clip = search, clip
+
+    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
+        limits = clip_limits(job, starts, self.clip)
+        return kernels.search_levels(job.gradient, job.memory, job.decay, starts, limits, self.levels, self.search)
+
+
+def parse_levels(text: str) -> int:
+    """2^K + 1, because the greedy search halves its intervals."""
+    allowed = [2**k + 1 for k in range(1, 8)]
+    try:
+        wanted = int(text)
+    except ValueError:
+        raise SpecError(f"{text!r} is not one of {', '.join(map(str, allowed))}") from None
+    if wanted not in allowed:
+        nearest = min(allowed, key=lambda n: abs(n - wanted))
+        raise SpecError(f"{wanted} is not 2^K + 1: the nearest is {nearest} (allowed: {', '.join(map(str, allowed))})")
+    return wanted

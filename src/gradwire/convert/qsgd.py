@@ -1,0 +1,30 @@
+"""QSGD (arXiv 1610.02132, eq. 3): v → ‖v‖·sgn(v)·ξ(v), ξ one of 0, 1/s, …, 1, stochastic and without bias.
+
+With s steps on either side there are 2s + 1 levels from −‖v‖ to ‖v‖. The paper's norm is the Euclidean one; with the
+largest magnitude in its place (as its own experiments have it) the levels reach no further than the entries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .job import Job
+from .level_stats import at_least, stats
+from .levels import SYMMETRIC, Levels
+
+
+class QSGD(Levels):
+    kind = SYMMETRIC
+    stochastic = True
+    outward = True
+
+    def __init__(self, levels: int, norm: str, bucket: int, precision: str, coder: str):
+        super().__init__(levels, bucket, precision, coder)
+        self.norm = norm
+
+    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
+        found = stats(job, starts)
+        largest = np.maximum(-found["min"], found["max"])
+        # A sum of rounded squares may fall short of the one entry that it consists of.
+        norm = largest if self.norm == "max" else np.maximum(found["norm"], largest)
+        return at_least(norm)[:, None]

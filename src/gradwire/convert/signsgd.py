@@ -1,0 +1,22 @@
+"""signSGD with error feedback (EF-signSGD, arXiv 1901.09847, alg. 1): (‖u‖₁/d)·sign(u), the rest remembered.
+
+Without the memory it does not converge in general (the paper's counterexamples); the sign of zero is +.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .job import Job
+from .level_stats import stats
+from .levels import SYMMETRIC, Levels
+
+
+class SignSGD(Levels):
+    kind = SYMMETRIC
+
+    def __init__(self, bucket: int, precision: str, coder: str):
+        super().__init__(2, bucket, precision, coder)
+
+    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
+        return stats(job, starts)["magnitude"].astype(np.float32)[:, None]

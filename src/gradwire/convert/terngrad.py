@@ -1,0 +1,29 @@
+"""TernGrad (arXiv 1705.07878, eq. 1–4): v → s·sign(v)·b, s = max|v|, b = 1 with probability |v|/s and else 0.
+
+The paper clips at 2.5σ first (eq. 8), which lowers the variance and breaks the unbiasedness: here an option.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .job import Job
+from .level_stats import at_least, stats
+from .levels import SYMMETRIC, Levels
+
+
+class TernGrad(Levels):
+    kind = SYMMETRIC
+    stochastic = True
+    outward = True
+
+    def __init__(self, clip: float, bucket: int, precision: str, coder: str):
+        super().__init__(3, bucket, precision, coder)
+        self.clip = clip
+
+    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
+        found = stats(job, starts)
+        scale = np.maximum(-found["min"], found["max"])
+        if self.clip:
+            scale = np.minimum(scale, self.clip * found["sigma"])
+        return at_least(scale)[:, None]
