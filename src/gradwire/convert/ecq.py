@@ -9,7 +9,8 @@ few symbols, which are fast, do for heavy tails too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,14 +21,19 @@ from ..compress import rans
 from ..errors import FrameError
 from ..fields import Reader, bfloat16, varint
 from ..wire import GRID, SEGMENTED, Header
-from .grid_search import Curve, Grid, capacity
+from .grid_search import Curve, Grid
 from .job import Converter, Job, NonFinite, combine, limit_to
 from .minifloat import read_segments, read_step, round_step, write
 from .outliers import Outliers, read_outliers, write_outliers
 
 DEFAULT_RATE = 2.0
 MAX_OFFSETS = 15
+SEARCHED = 1 << 14
+SIDE = 24  # bytes: a first guess at side information and frequencies
 LEAST_SHARE = 0.75  # of the bits of a small tensor that symbols get, however long the side information is
+
+
+_NO_VALUES = torch.zeros(255)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,22 @@ def table(points: Points, largest: int) -> torch.Tensor:
     return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32))
 
 
+class Fit:
+    """A grid, and how the symbols of all `count` entries are coded."""
+
+    def __init__(self, curve: Curve, grid: Grid, count: int, sample: torch.Tensor | None = None):
+        self.grid = grid
+        if sample is None:
+            counts = curve.counts(grid)
+        else:  # the curve has seen only part of it
+            values = _NO_VALUES[: 2 * grid.largest + 1]
+            symbols, _ = kernels.grid_quantize(sample, None, None, 0.0, grid.step, grid.shift, values, len(sample))
+            counts = kernels.histogram(symbols.cpu(), len(values))
+        self.coding = _choose(grid.largest, counts, count)
+        self.outlier_bits = grid.outlier_bits * count / curve.count
+        self.bits = 8 * 9 + self.coding.expected_bits + self.outlier_bits
+
+
 class Ecq(Converter):
     wire_id = GRID
     any_device = lists_segments = stores_tiny = True
@@ -64,34 +86,47 @@ class Ecq(Converter):
 
     # ── which grid ──
 
-    def fit(self, sample: torch.Tensor, count: int) -> tuple[Grid, compress.Coding] | None:
-        """The grid that meets the target on the sample, and how its symbols are coded; None if all entries are zero."""
-        curve = Curve(sample.cpu().numpy(), self.stochastic)
-        if not np.isfinite(curve.energy):
+    def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> Fit | None:
+        """The grid that meets the target on the sample, and `zeros` beside it; None if all entries are zero."""
+        if not sample.numel():
+            return None
+        # Part of a sample is enough to search on for a rate, which all of it then corrects.
+        part = sample if self.stochastic or zeros or self.rate is None else sample[:: -(-len(sample) // SEARCHED)]
+        curve = Curve(part.cpu().numpy(), zeros, self.stochastic)
+        rest = None if part is sample else sample
+        if not math.isfinite(curve.energy):
             raise NonFinite
-        if not curve.top:
+        if not curve.energy:
             return None
         if self.nmse is not None:
-            grid = curve.find(error=self.nmse * curve.energy)
-            return grid, _choose(grid, count)
+            return Fit(curve, curve.find(error=self.nmse * curve.energy), count)
         assert self.rate is not None
         budget, scale = self.rate * count, count / curve.count
-        wanted = max(budget - 8 * 24, LEAST_SHARE * budget)  # a first guess at side information and table
-        grid = curve.find(bits=wanted / scale)
-        coding = _choose(grid, count)
-        spent = 8 * 9 + coding.expected_bits + grid.outlier_bits * scale
-        if abs(spent - budget) > 0.01 * budget and grid.bits > 0.9 * wanted / scale:
-            wanted = max(wanted + budget - spent, LEAST_SHARE * budget)
-            grid = curve.find(bits=wanted / scale)
-            coding = _choose(grid, count)
-        return grid, coding
+        wanted = max(budget - 8 * SIDE, LEAST_SHARE * budget)
+        found = Fit(curve, curve.find(bits=wanted / scale), count, rest)
+        missing = budget - found.bits
+        if abs(missing) > 0.005 * budget and found.grid.bits > 0.9 * wanted / scale:  # as far as the rate is in reach
+            wanted = max(wanted + missing, LEAST_SHARE * budget)
+            found = Fit(curve, curve.find(bits=wanted / scale, near=found.grid), count, rest)
+        return found
+
+    def _fit_job(self, job: Job) -> Fit | None:
+        sample = kernels.sample(job.gradient, job.memory, job.decay)
+        if sample.numel() == job.count or int(torch.count_nonzero(sample)) * 64 > sample.numel():
+            return self.fit(sample, job.count)
+        job.require_finite()
+        u = job.compensated()  # nearly all of the sample is zero: the few entries that are not deserve a full look
+        entries = u[u != 0]
+        looked_at = entries[:: -(-entries.numel() // kernels.SAMPLE) or 1].contiguous()
+        share = looked_at.numel() / max(1, entries.numel())
+        return self.fit(looked_at, job.count, round((job.count - entries.numel()) * share))
 
     def _whole_range(self, u: torch.Tensor, grid: Grid, segmented: bool) -> Grid:
         """Nothing saturates in a stochastic grid: the step grows until all outliers have a place."""
-        step, room = grid.step, capacity(u.numel(), segmented)
+        step, room = grid.step, kernels.grid_capacity(u.numel(), segmented)
         while kernels.absmax(u) / step >= kernels.GRID_LIMIT or int((u.abs() >= grid.largest * step).sum()) > room:
             step *= 2
-        return grid if step == grid.step else replace_step(grid, step)
+        return replace(grid, step=step)
 
     # ── encoding ──
 
@@ -100,32 +135,28 @@ class Ecq(Converter):
             return self._encode_segments(job, out)
         if self.stochastic:
             job.require_finite()
-        sample = kernels.sample(job.gradient, job.memory, job.decay)
-        found = self.fit(sample, job.count)
-        if sample.numel() < job.count and (found is None or _nearly_all_zero(found[0])):
-            job.require_finite()
-            found = self.fit(job.compensated(), job.count)  # the few entries that are not zero deserve a full look
+        found = self._fit_job(job)
         if found is None:
             return _all_zero(job, out)
-        grid, coding = found
+        grid, coding = found.grid, found.coding
         if self.stochastic:
             grid = self._whole_range(job.compensated(), grid, False)
         points = Points(grid.step, grid.offsets, job.dtype)
         side = _side(grid) + bfloat16(grid.step)
         length = 0
         if coding.coder == compress.RANS and not self.stochastic:
-            length = _encode_fused(job, out, side, grid, points, coding)
+            length = _encode_fused(job, out, side, found, points)
         if length:
             return length
         symbols, outliers = self._quantize(job, grid, points)
         counts = kernels.histogram(symbols, 2 * grid.largest + 1)
-        return _finish(out, side, symbols, _choose(grid, job.count, counts), outliers, grid.largest)
+        return _finish(out, side, symbols, _choose(grid.largest, counts, job.count), outliers, grid.largest)
 
     def _quantize(self, job: Job, grid: Grid, points: Points, segmented: bool = False) -> tuple[torch.Tensor, Outliers]:
         job.require_finite()
         symbols, found = kernels.grid_quantize(
             job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, table(points, grid.largest),
-            capacity(job.count, segmented), job.seed if self.stochastic else None,
+            kernels.grid_capacity(job.count, segmented), job.seed if self.stochastic else None,
         )  # fmt: skip
         return symbols.cpu(), _correct(job, points, found)
 
@@ -141,7 +172,7 @@ class Ecq(Converter):
             assert found is not None
         side, pieces, outliers, position = bytearray(), [], [], 0
         for length, scale, part in zip(job.segments, scales, u.split(job.segments), strict=True):
-            grid = replace_step(found[0], round_step(found[0].step * scale if scale else 1.0))
+            grid = replace(found.grid, step=round_step(found.grid.step * scale if scale else 1.0))
             if self.stochastic:
                 grid = self._whole_range(part, grid, True)
             side += varint(length) + bfloat16(grid.step)
@@ -152,23 +183,14 @@ class Ecq(Converter):
             outliers.append((apart[0] + position, apart[1]))
             position += length
         symbols = torch.cat(pieces)
-        grid = found[0]
-        coding = _choose(grid, job.count, kernels.histogram(symbols, 2 * grid.largest + 1))
+        grid = found.grid
+        coding = _choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), job.count)
         apart = (np.concatenate([p for p, _ in outliers]), np.concatenate([m for _, m in outliers]))
         return _finish(out, _side(grid) + varint(len(job.segments)) + bytes(side), symbols, coding, apart, grid.largest)
 
 
-def replace_step(grid: Grid, step: float) -> Grid:
-    return Grid(step, grid.shift, grid.largest, grid.offsets, 0, 0, 0, grid.counts)
-
-
-def _nearly_all_zero(grid: Grid) -> bool:
-    return int(grid.counts[grid.largest]) > 0.98 * int(grid.counts.sum())
-
-
-def _choose(grid: Grid, count: int, counts: np.ndarray | None = None) -> compress.Coding:
-    alphabet = compress.Alphabet(2 * grid.largest + 1, grid.largest)
-    return compress.choose(alphabet, grid.counts if counts is None else counts, count, compress.RANS)
+def _choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
+    return compress.choose(compress.Alphabet(2 * largest + 1, largest), counts, count, compress.RANS)
 
 
 def _side(grid: Grid) -> bytes:
@@ -198,18 +220,17 @@ def _finish(
     return write(out, side, varint(len(apart)), compress.encode(symbols.numpy(), alphabet, coding), apart)
 
 
-def _encode_fused(
-    job: Job, out: torch.Tensor, side: bytes, grid: Grid, points: Points, coding: compress.Coding
-) -> int:
+def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points: Points) -> int:
     """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot, or nothing was done."""
+    grid, coding = fitted.grid, fitted.coding
     lane_bits, chunks = rans.layout(job.count, coding.expected_bits)
     layout = len(rans.head(lane_bits, [0] * chunks))
-    guess = len(varint(int(grid.outlier_bits / 8 * job.count / max(1, int(grid.counts.sum())))))
+    guess = len(varint(int(fitted.outlier_bits / 8)))
     start = len(side) + guess + len(coding.head) + layout
     values = table(points, grid.largest)
     coded = kernels.grid_rans(
-        job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, values, capacity(job.count),
-        coding.table, coding.precision, lane_bits, chunks, out[start:],
+        job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, values,
+        kernels.grid_capacity(job.count), coding.table, coding.precision, lane_bits, chunks, out[start:],
     )  # fmt: skip
     if coded is None:
         return 0
@@ -222,10 +243,9 @@ def _encode_fused(
     outliers = _correct(job, points, found)
     if 8 * len(body) > (coding.expected_bits * 1.02 + 1024):
         # The sample misled us: count what was coded, and code it again.
-        alphabet = compress.Alphabet(len(values), grid.largest)
         data = rans.head(lane_bits, lengths) + body.numpy().tobytes()
         symbols = torch.from_numpy(rans.decode(memoryview(data), job.count, coding.table, coding.precision))
-        coding = _choose(grid, job.count, kernels.histogram(symbols, alphabet.symbols))
+        coding = _choose(grid.largest, kernels.histogram(symbols, len(values)), job.count)
         return _finish(out, side, symbols, coding, outliers, grid.largest)
     apart = write_outliers(outliers, grid.largest)
     head = side + varint(len(apart)) + coding.head + rans.head(lane_bits, lengths)

@@ -8,13 +8,30 @@ import torch
 from ...errors import FrameError
 from .dense import compensate, dequantize, inverse, uniform
 
-__all__ = ["GRID_LIMIT", "Outliers", "grid_quantize", "grid_rans", "pack_outliers", "unpack_outliers"]
+__all__ = [
+    "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "grid_capacity", "grid_edges", "grid_measure", "grid_quantize",
+    "grid_rans", "pack_outliers", "unpack_outliers",
+]  # fmt: skip
 
 GRID_LIMIT = 1 << 24  # largest multiple: fp32 holds all integers up to it
 GAP_LIMIT, EXCESS_LIMIT = 48, 24  # largest parameters of the codes
 
 # Positions, signed multiples and u of the entries beyond the symbols' range, in order of position.
 Outliers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+GRID_SIZES = (7, 15, 31, 63, 127)  # largest magnitudes of symbols that an encoder takes
+NEARLY = 1.01  # more symbols are slower: they have to save more than this
+LOGS = np.log2(np.maximum(np.arange((1 << 16) + 1), 1))
+
+# Bits of the symbols with an ideal code and of the outliers; the latter alone; squared error; largest magnitude of a
+# symbol; offsets of the magnitude 1 and of the others, in 1/256.
+Measured = tuple[float, float, float, int, tuple[int, int]]
+
+
+def grid_capacity(count: int, segmented: bool = False) -> int:
+    """How many outliers a tensor may have: this bounds the length of its frame."""
+    return count // 16 + (0 if segmented else 16)
 
 
 def grid_multiples(u: torch.Tensor, step: float, shift: float, seed: int | None) -> torch.Tensor:
@@ -56,6 +73,84 @@ def grid_rans(
 ) -> tuple[list[int], int, Outliers] | None:  # fmt: skip
     """`grid_quantize` and rANS in one pass; None says "not here", and the caller composes the parts."""
     return None
+
+
+# ── what a grid comes to ──────────────────────────────────────────────────────────────────────────
+
+
+def grid_edges(x: np.ndarray, step: float, shift: float) -> tuple[np.ndarray, np.ndarray]:
+    """Where the cells of the magnitudes 1, 2, … 128 begin in a sorted sample: upwards, and downwards."""
+    with np.errstate(over="ignore"):  # an edge beyond the range of fp32 is infinite, and has nothing above it
+        j = np.arange(1, GRID_SIZES[-1] + 2, dtype=np.float32)
+        edges = (j - np.float32(shift)) * np.float32(step)
+    return np.searchsorted(x, edges), np.searchsorted(x, -edges, side="right")
+
+
+def _log(i: np.ndarray | int) -> np.ndarray:
+    """log₂ of integers: beyond the table, of their leading bits."""
+    i = np.asarray(i)
+    shift = np.maximum(np.frexp(i - 1)[1] - 16, 0)
+    return LOGS[i >> shift] + shift
+
+
+def _sum(*terms: np.ndarray | float) -> float:
+    """From the first to the last, one by one: every kernel rounds alike."""
+    return float(np.cumsum(np.concatenate([np.atleast_1d(t) for t in terms]))[-1])
+
+
+def grid_measure(
+    x: np.ndarray, first: np.ndarray, second: np.ndarray, zeros: int, step: float, shift: float
+) -> Measured | None:
+    """What a grid comes to on a sorted sample and `zeros` more entries that are zero; None if too many lie beyond.
+
+    `first` and `second` are running sums of x and x², from 0.
+    """
+    above, below = grid_edges(x, step, shift)
+    count, ends = len(x) + zeros, len(x) - int(above[-1]) + int(below[-1])
+    if ends > grid_capacity(count):
+        return None
+    j, step = np.arange(1, GRID_SIZES[-1] + 1), float(np.float32(step))
+    positive, negative = np.diff(above), -np.diff(below)
+    both = positive + negative
+    sum1 = np.diff(first[above]) - -np.diff(first[below])
+    sum2 = np.diff(second[above]) + -np.diff(second[below])
+    excess = sum1 / step - j * both  # how far the entries of each cell are above their multiple
+    offsets = _offset(float(excess[0]), int(both[0])), _offset(_sum(0.0, excess[1:]), int(both[1:].sum()))
+    r = (j + np.where(j == 1, *offsets) / 256) * step
+    inner = second[above[0]] - second[below[0]]
+    error = _sum(inner, (sum2 - 2 * r * sum1) + r * r * both, ends * step * step / 12)
+    found = []
+    for largest in GRID_SIZES:
+        outside = int(both[largest:].sum()) + ends
+        if outside > grid_capacity(count):
+            continue
+        p, n = positive[:largest], negative[:largest]
+        rest = count - int(both[:largest].sum())
+        spent = _sum(p * _log(p) + n * _log(n), rest * _log(rest))
+        apart = _outlier_bits(both[largest:], ends, outside, count)
+        found.append((float(count * _log(count) - spent) + apart, apart, largest))
+        if not outside:
+            break
+    limit = NEARLY * min((bits for bits, *_ in found), default=0.0)
+    for bits, apart, largest in found:
+        if bits <= limit:
+            return bits, apart, max(error, 0.0), largest, offsets
+    return None
+
+
+def _offset(excess: float, count: int) -> int:
+    return min(max(round(256 * excess / count), -128), 127) if count else 0
+
+
+def _outlier_bits(cells: np.ndarray, ends: int, number: int, count: int) -> float:
+    """About what the outliers in these cells, and beyond them, take."""
+    if not number:
+        return 0.0
+    excess = np.append(np.arange(len(cells)), len(cells) + 32)  # a guess at those beyond
+    cells = np.append(cells, ends)
+    b = max(0, int(cells @ excess // number).bit_length() - 1)
+    codes = int(cells @ (2 * np.frexp((excess >> b) + 1)[1] - 1 + b))
+    return float(number * (_log(count) - _log(number) + 2.5)) + codes
 
 
 # ── the list of outliers ──────────────────────────────────────────────────────────────────────────
