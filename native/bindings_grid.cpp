@@ -16,21 +16,21 @@ using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device:
 Grid make_grid(float decay, float step, float shift, Floats values, std::optional<uint64_t> seed) {
     require(values.size() % 2 == 1 && values.size() >= 3 && values.size() <= 255, "values do not fit a grid");
     require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
-    return {decay, 1.0f / step, shift, int(values.size() / 2), values.data(), seed.value_or(0), seed.has_value()};
+    return {decay, 1.0f / step, shift, int(values.size() / 2), values.data(), seed.value_or(0), seed.has_value(), false, step, 0.0f};
 }
 
-Outliers make_outliers(Ints64Out& positions, Ints32Out& multiples, FloatsOut& u) {
-    require(multiples.size() == positions.size() && u.size() == positions.size(), "arrays of outliers differ in size");
-    return {positions.data(), multiples.data(), u.data(), 0, positions.size()};
+Outliers make_outliers(Ints64Out& positions, Ints32Out& multiples) {
+    require(multiples.size() == positions.size(), "arrays of outliers differ in size");
+    return {positions.data(), multiples.data(), 0, positions.size()};
 }
 
 // Returns the number of outliers.
 size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
                 float step, float shift, Floats values, std::optional<uint64_t> seed, BytesOut symbols,
-                Ints64Out positions, Ints32Out multiples, FloatsOut u) {
+                Ints64Out positions, Ints32Out multiples) {
     const Grid g = make_grid(decay, step, shift, values, seed);
     const Stream s = make_stream(gradient, memory, memory_out);
-    Outliers outliers = make_outliers(positions, multiples, u);
+    Outliers outliers = make_outliers(positions, multiples);
     require(symbols.size() == s.count, "symbols has the wrong size");
     nb::gil_scoped_release release;
     grid_kernels().quantize(g, s, symbols.data(), outliers);
@@ -38,13 +38,15 @@ size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<Flo
 }
 
 // Chunks one after the other into `out`: their lengths, how many entries they hold (less than all if it stopped before
-// a NaN or an infinity) and how many outliers there were. A chunk's symbols stay in the second-level cache.
+// a NaN or an infinity) and how many outliers there were.
 nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
-               float step, float shift, Floats values, Ints frequencies, int precision, int lanes, size_t chunk,
-               BytesOut out, Ints64Out positions, Ints32Out multiples, FloatsOut u) {
-    const Grid g = make_grid(decay, step, shift, values, std::nullopt);
+               float step, float shift, Floats values, std::optional<float> offset, Ints frequencies, int precision,
+               int lanes, size_t chunk, BytesOut out, Ints64Out positions, Ints32Out multiples) {
+    Grid g = make_grid(decay, step, shift, values, std::nullopt);
+    g.settle = offset.has_value();
+    g.offset = offset.value_or(0);
     const Stream s = make_stream(gradient, memory, memory_out);
-    Outliers outliers = make_outliers(positions, multiples, u);
+    Outliers outliers = make_outliers(positions, multiples);
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
     require(chunk > 0 && s.count > 0, "empty");
@@ -54,17 +56,15 @@ nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<Floa
     size_t done = 0;
     {
         nb::gil_scoped_release release;
-        std::unique_ptr<uint8_t[]> symbols(new uint8_t[std::min(chunk, s.count)]);
+        std::unique_ptr<uint8_t[]> scratch(new uint8_t[std::min(chunk, s.count)]);
         uint8_t* p = out.data();
         while (done < s.count) {
             const Stream part = s.part(done, std::min(chunk, s.count - done));
-            const size_t n = grid_kernels().quantize_finite(g, part, symbols.get(), outliers);
-            if (n) {
-                lengths.push_back(kernels().rans_encode(*table, symbols.get(), n, lanes, p));
-                p += lengths.back();
-            }
-            done += n;
-            if (n < part.count) break;
+            const Coded coded = grid_kernels().quantize_rans(g, part, *table, lanes, p, scratch.get(), outliers);
+            if (coded.entries) lengths.push_back(coded.bytes);
+            p += coded.bytes;
+            done += coded.entries;
+            if (coded.entries < part.count) break;
         }
     }
     return nb::make_tuple(lengths, done, outliers.count);
@@ -75,11 +75,11 @@ nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<Floa
 void bind_grid(nb::module_& m) {
     m.def("grid_quantize", quantize, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("seed").none(),
-          nb::arg("symbols"), nb::arg("positions"), nb::arg("multiples"), nb::arg("u"));
+          nb::arg("symbols"), nb::arg("positions"), nb::arg("multiples"));
     m.def("grid_rans", rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
-          nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("frequencies"),
+          nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("offset").none(), nb::arg("frequencies"),
           nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"), nb::arg("positions"),
-          nb::arg("multiples"), nb::arg("u"));
+          nb::arg("multiples"));
     m.def("grid_measure", [](Floats x, Doubles first, Doubles second, int64_t zeros, Doubles logs, float step, float shift) -> nb::object {
         const size_t n = x.size();
         require(first.size() == n + 1 && second.size() == n + 1 && n > 0, "sums do not fit the sample");
@@ -89,6 +89,13 @@ void bind_grid(nb::module_& m) {
         if (!grid_measure(x.data(), first.data(), second.data(), n, zeros, logs.data(), step, shift, found)) return nb::none();
         return nb::make_tuple(found.bits, found.outlier_bits, found.error, found.largest,
                               nb::make_tuple(found.offsets[0], found.offsets[1]));
+    });
+    m.def("add_at", [](FloatsOut x, Ints positions, Floats values) {
+        require(positions.size() == values.size(), "positions and values differ in number");
+        for (size_t i = 0; i < positions.size(); i++)
+            require(positions.data()[i] >= 0 && size_t(positions.data()[i]) < x.size(), "position out of range");
+        nb::gil_scoped_release release;
+        add_at(x.data(), positions.data(), values.data(), values.size());
     });
     m.def("pack_outliers", [](Ints gaps, Bytes negative, Ints excesses, int a, int b, BytesOut out) {
         const size_t n = gaps.size();

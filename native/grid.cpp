@@ -6,7 +6,7 @@
 
 namespace gradwire {
 
-const GridKernels portable_grid = {grid_any, grid_finite};
+const GridKernels portable_grid = {grid_any, grid_rans};
 
 const GridKernels& grid_kernels() {
 #ifdef GRADWIRE_X86
@@ -114,7 +114,15 @@ bool grid_measure(const float* x, const double* first, const double* second, siz
     return false;
 }
 
-// ── the codes of outliers ──
+// ── outliers ──
+
+void add_at(float* x, const int64_t* positions, const float* values, size_t count) {
+    constexpr size_t kAhead = 32;  // each is a cache miss: have many of them under way
+    for (size_t i = 0; i < count; i++) {
+        if (i + kAhead < count) __builtin_prefetch(x + positions[i + kAhead], 1);
+        x[positions[i]] += values[i];
+    }
+}
 
 namespace {
 

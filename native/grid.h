@@ -3,6 +3,8 @@
 // Each instruction set fills in one `GridKernels` table; grid.cpp chooses by the name of the kernels in use.
 #pragma once
 
+#include <cfloat>
+
 #include "kernels.h"
 
 namespace gradwire {
@@ -15,21 +17,28 @@ struct Grid {
     const float* values;          // what each of the 2*largest+1 symbols stands for
     uint64_t seed;
     bool stochastic;
+    // For quantize_rans: what multiples beyond the symbols' range stand for, where that needs no further rounding.
+    bool settle;
+    float step, offset;
+
+    float beyond(int multiple) const {
+        const float a = (float(multiple < 0 ? -multiple : multiple) + offset) * step;
+        const float limited = a < FLT_MAX ? a : FLT_MAX;
+        return multiple < 0 ? -limited : limited;
+    }
 };
 
 // Entries beyond the symbols' range, in order of position, as long as there is room.
 struct Outliers {
     int64_t* positions;
     int32_t* multiples;
-    float* u;
     size_t count, capacity;
 
     // The multiple that is left for the entry's symbol.
-    int add(uint64_t position, int multiple, float value, int largest) {
+    int add(uint64_t position, int multiple, int largest) {
         if (count == capacity) return multiple < 0 ? -largest : largest;
         positions[count] = int64_t(position);
-        multiples[count] = multiple;
-        u[count++] = value;
+        multiples[count++] = multiple;
         return 0;
     }
 };
@@ -37,8 +46,9 @@ struct Outliers {
 struct GridKernels {
     // Symbols of u = g + decay * memory, limited to the finite range.
     void (*quantize)(const Grid& g, const Stream& s, uint8_t* symbols, Outliers& outliers);
-    // The same, but it stops before a u that is not finite: returns how many entries were done.
-    size_t (*quantize_finite)(const Grid& g, const Stream& s, uint8_t* symbols, Outliers& outliers);
+    // The same and rANS; it stops before a u that is not finite. `scratch` has room for the symbols of a chunk.
+    Coded (*quantize_rans)(const Grid& g, const Stream& s, const RansTable& t, int lanes, uint8_t* out,
+                           uint8_t* scratch, Outliers& outliers);
 };
 
 extern const GridKernels portable_grid;
@@ -56,6 +66,9 @@ struct Measured {
 };
 bool grid_measure(const float* x, const double* first, const double* second, size_t n, int64_t zeros,
                   const double* logs, float step, float shift, Measured& out);
+
+// x[positions] += values; positions are below n.
+void add_at(float* x, const int64_t* positions, const float* values, size_t count);
 
 // The codes of outliers (docs/wire-format.md). `out` has room for all of them.
 size_t pack_outliers(const int64_t* gaps, const uint8_t* negative, const int64_t* excesses, size_t n, int a, int b,

@@ -3,6 +3,6 @@
 #include "grid_loop.h"
 
 namespace gradwire {
-const GridKernels avx2_grid = {grid_any, grid_finite};
+const GridKernels avx2_grid = {grid_any, grid_rans};
 }
 #endif

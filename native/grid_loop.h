@@ -37,7 +37,7 @@ inline void grid_loop(const Grid& grid, const Stream& s, uint8_t* symbols, Outli
         if (outside)
             for (int i = 0; i < n; i++)
                 if (multiple[i] > g.largest || multiple[i] < -g.largest)
-                    multiple[i] = outliers.add(s.first + start + i, multiple[i], u[i], g.largest);
+                    multiple[i] = outliers.add(s.first + start + i, multiple[i], g.largest);
         for (int i = 0; i < n; i++) symbols[start + i] = uint8_t(multiple[i] + g.largest);
         if (float* out = s.memory_out)
             for (int i = 0; i < n; i++) out[start + i] = u[i] - g.values[multiple[i] + g.largest];
@@ -51,12 +51,26 @@ inline void grid_loop(const Grid& grid, const Stream& s, uint8_t* symbols, Outli
         s.memory ? grid_loop<true, false>(g, s, symbols, o) : grid_loop<false, false>(g, s, symbols, o);
 }
 
-[[maybe_unused]] size_t grid_finite(const Grid& g, const Stream& s, uint8_t* symbols, Outliers& o) {
+inline bool grid_finite(const Grid& g, const Stream& s) {
     Quantizer q{};
     q.decay = g.decay;
-    if (!all_finite(q, s)) return 0;
-    grid_any(g, s, symbols, o);
-    return s.count;
+    return all_finite(q, s);
+}
+
+// Where memory holds u of outliers, but should hold what is left of it.
+inline void settle(const Grid& g, const Stream& s, const Outliers& o, size_t from) {
+    if (g.settle && s.memory_out)
+        for (size_t i = from; i < o.count; i++) s.memory_out[uint64_t(o.positions[i]) - s.first] -= g.beyond(o.multiples[i]);
+}
+
+// In two passes: a chunk's symbols stay in the second-level cache.
+[[maybe_unused]] Coded grid_rans(const Grid& g, const Stream& s, const RansTable& t, int lanes, uint8_t* out,
+                                 uint8_t* scratch, Outliers& o) {
+    if (!grid_finite(g, s)) return {0, 0};
+    const size_t from = o.count;
+    grid_any(g, s, scratch, o);
+    settle(g, s, o, from);
+    return {kernels().rans_encode(t, scratch, s.count, lanes, out), s.count};
 }
 
 }  // namespace

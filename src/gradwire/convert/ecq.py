@@ -9,7 +9,6 @@ few symbols, which are fast, do for heavy tails too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,19 +20,14 @@ from ..compress import rans
 from ..errors import FrameError
 from ..fields import Reader, bfloat16, varint
 from ..wire import GRID, SEGMENTED, Header
-from .grid_search import Curve, Grid
-from .job import Converter, Job, NonFinite, combine, limit_to
+from .grid_fit import Fit, Target, choose
+from .grid_search import Grid
+from .job import Converter, Job, combine, limit_to
 from .minifloat import read_segments, read_step, round_step, write
 from .outliers import Outliers, read_outliers, write_outliers
 
 DEFAULT_RATE = 2.0
 MAX_OFFSETS = 15
-SEARCHED = 1 << 14
-SIDE = 24  # bytes: a first guess at side information and frequencies
-LEAST_SHARE = 0.75  # of the bits of a small tensor that symbols get, however long the side information is
-
-
-_NO_VALUES = torch.zeros(255)
 
 
 @dataclass(frozen=True)
@@ -61,65 +55,13 @@ def table(points: Points, largest: int) -> torch.Tensor:
     return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32))
 
 
-class Fit:
-    """A grid, and how the symbols of all `count` entries are coded."""
-
-    def __init__(self, curve: Curve, grid: Grid, count: int, sample: torch.Tensor | None = None):
-        self.grid = grid
-        if sample is None:
-            counts = curve.counts(grid)
-        else:  # the curve has seen only part of it
-            values = _NO_VALUES[: 2 * grid.largest + 1]
-            symbols, _ = kernels.grid_quantize(sample, None, None, 0.0, grid.step, grid.shift, values, len(sample))
-            counts = kernels.histogram(symbols.cpu(), len(values))
-        self.coding = _choose(grid.largest, counts, count)
-        self.outlier_bits = grid.outlier_bits * count / curve.count
-        self.bits = 8 * 9 + self.coding.expected_bits + self.outlier_bits
-
-
 class Ecq(Converter):
     wire_id = GRID
     any_device = lists_segments = stores_tiny = True
 
     def __init__(self, rate: float | None = DEFAULT_RATE, nmse: float | None = None, rounding: str = "nearest"):
-        self.rate, self.nmse, self.stochastic = rate, nmse, rounding == "stochastic"
-
-    # ── which grid ──
-
-    def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> Fit | None:
-        """The grid that meets the target on the sample, and `zeros` beside it; None if all entries are zero."""
-        if not sample.numel():
-            return None
-        # Part of a sample is enough to search on for a rate, which all of it then corrects.
-        part = sample if self.stochastic or zeros or self.rate is None else sample[:: -(-len(sample) // SEARCHED)]
-        curve = Curve(part.cpu().numpy(), zeros, self.stochastic)
-        rest = None if part is sample else sample
-        if not math.isfinite(curve.energy):
-            raise NonFinite
-        if not curve.energy:
-            return None
-        if self.nmse is not None:
-            return Fit(curve, curve.find(error=self.nmse * curve.energy), count)
-        assert self.rate is not None
-        budget, scale = self.rate * count, count / curve.count
-        wanted = max(budget - 8 * SIDE, LEAST_SHARE * budget)
-        found = Fit(curve, curve.find(bits=wanted / scale), count, rest)
-        missing = budget - found.bits
-        if abs(missing) > 0.005 * budget and found.grid.bits > 0.9 * wanted / scale:  # as far as the rate is in reach
-            wanted = max(wanted + missing, LEAST_SHARE * budget)
-            found = Fit(curve, curve.find(bits=wanted / scale, near=found.grid), count, rest)
-        return found
-
-    def _fit_job(self, job: Job) -> Fit | None:
-        sample = kernels.sample(job.gradient, job.memory, job.decay)
-        if sample.numel() == job.count or int(torch.count_nonzero(sample)) * 64 > sample.numel():
-            return self.fit(sample, job.count)
-        job.require_finite()
-        u = job.compensated()  # nearly all of the sample is zero: the few entries that are not deserve a full look
-        entries = u[u != 0]
-        looked_at = entries[:: -(-entries.numel() // kernels.SAMPLE) or 1].contiguous()
-        share = looked_at.numel() / max(1, entries.numel())
-        return self.fit(looked_at, job.count, round((job.count - entries.numel()) * share))
+        self.stochastic = rounding == "stochastic"
+        self.target = Target(rate, nmse, self.stochastic)
 
     def _whole_range(self, u: torch.Tensor, grid: Grid, segmented: bool) -> Grid:
         """Nothing saturates in a stochastic grid: the step grows until all outliers have a place."""
@@ -135,7 +77,7 @@ class Ecq(Converter):
             return self._encode_segments(job, out)
         if self.stochastic:
             job.require_finite()
-        found = self._fit_job(job)
+        found = self.target.fit_job(job)
         if found is None:
             return _all_zero(job, out)
         grid, coding = found.grid, found.coding
@@ -150,7 +92,7 @@ class Ecq(Converter):
             return length
         symbols, outliers = self._quantize(job, grid, points)
         counts = kernels.histogram(symbols, 2 * grid.largest + 1)
-        return _finish(out, side, symbols, _choose(grid.largest, counts, job.count), outliers, grid.largest)
+        return _finish(out, side, symbols, choose(grid.largest, counts, job.count), outliers, grid.largest)
 
     def _quantize(self, job: Job, grid: Grid, points: Points, segmented: bool = False) -> tuple[torch.Tensor, Outliers]:
         job.require_finite()
@@ -166,9 +108,9 @@ class Ecq(Converter):
         u = job.compensated()
         scales = [float(part.double().square().mean().sqrt()) for part in u.split(job.segments)]
         relative = [part / scale for part, scale in zip(u.split(job.segments), scales, strict=True) if scale]
-        found = self.fit(kernels.sample(torch.cat(relative), None, 0.0), job.count) if relative else None
+        found = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), job.count) if relative else None
         if found is None:
-            found = self.fit(torch.ones(1), job.count)
+            found = self.target.fit(torch.ones(1), job.count)
             assert found is not None
         side, pieces, outliers, position = bytearray(), [], [], 0
         for length, scale, part in zip(job.segments, scales, u.split(job.segments), strict=True):
@@ -184,13 +126,9 @@ class Ecq(Converter):
             position += length
         symbols = torch.cat(pieces)
         grid = found.grid
-        coding = _choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), job.count)
+        coding = choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), job.count)
         apart = (np.concatenate([p for p, _ in outliers]), np.concatenate([m for _, m in outliers]))
         return _finish(out, _side(grid) + varint(len(job.segments)) + bytes(side), symbols, coding, apart, grid.largest)
-
-
-def _choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
-    return compress.choose(compress.Alphabet(2 * largest + 1, largest), counts, count, compress.RANS)
 
 
 def _side(grid: Grid) -> bytes:
@@ -204,12 +142,16 @@ def _all_zero(job: Job, out: torch.Tensor) -> int:
     return write(out, bytes([1, 0]), bfloat16(1.0), varint(0), zero.head)
 
 
-def _correct(job: Job, points: Points, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Outliers:
+def _correct(job: Job, points: Points, found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
     """e ← u − ĝ of the outliers, which the kernels leave at u."""
-    positions, multiples, u = found
+    positions, multiples = found
     if job.memory_out is not None and len(positions):
-        job.memory_out[positions] = u - points.of(multiples)
-    return positions.cpu().numpy(), multiples.cpu().numpy()
+        kernels.add_at(job.memory_out, positions, -points.of(multiples))
+    return _listed(found)
+
+
+def _listed(found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
+    return found[0].cpu().numpy(), found[1].cpu().numpy()
 
 
 def _finish(
@@ -228,24 +170,27 @@ def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points:
     guess = len(varint(int(fitted.outlier_bits / 8)))
     start = len(side) + guess + len(coding.head) + layout
     values = table(points, grid.largest)
+    # Rounding to another dtype is not the kernels' business.
+    offset = grid.offsets[-1] / 256 if job.dtype == torch.float32 and grid.largest >= len(grid.offsets) else None
     coded = kernels.grid_rans(
         job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, values,
-        kernels.grid_capacity(job.count), coding.table, coding.precision, lane_bits, chunks, out[start:],
+        offset, kernels.grid_capacity(job.count), coding.table, coding.precision, lane_bits, chunks, out[start:],
     )  # fmt: skip
     if coded is None:
         return 0
     lengths, done, found = coded
     body = out[start : start + sum(lengths)]
     if done < job.count:
-        _take_back(job, body, lengths, done, chunks, coding, lane_bits, values, points, found)
+        settled = None if offset is None else found
+        _take_back(job, body, lengths, done, chunks, coding, lane_bits, values, points, settled)
         job.require_finite()
         return 0  # only g + decay·e overflows: the plain path limits it
-    outliers = _correct(job, points, found)
+    outliers = _listed(found) if offset is not None else _correct(job, points, found)
     if 8 * len(body) > (coding.expected_bits * 1.02 + 1024):
         # The sample misled us: count what was coded, and code it again.
         data = rans.head(lane_bits, lengths) + body.numpy().tobytes()
         symbols = torch.from_numpy(rans.decode(memoryview(data), job.count, coding.table, coding.precision))
-        coding = _choose(grid.largest, kernels.histogram(symbols, len(values)), job.count)
+        coding = choose(grid.largest, kernels.histogram(symbols, len(values)), job.count)
         return _finish(out, side, symbols, coding, outliers, grid.largest)
     apart = write_outliers(outliers, grid.largest)
     head = side + varint(len(apart)) + coding.head + rans.head(lane_bits, lengths)
@@ -258,7 +203,7 @@ def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points:
 
 def _take_back(
     job: Job, body: torch.Tensor, lengths: list[int], done: int, chunks: int, coding: compress.Coding, lane_bits: int,
-    values: torch.Tensor, points: Points, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    values: torch.Tensor, points: Points, settled: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:  # fmt: skip
     """Undo what was done to a memory that is updated in place."""
     if not done or not job.in_place:
@@ -267,7 +212,9 @@ def _take_back(
     kernels.rans_dequantize(
         memoryview(body.numpy()), lengths, size, coding.table, coding.precision, lane_bits, values, sent, False
     )
-    job.take_back(sent)  # outliers are still at u, as if nothing of them had been sent
+    if settled is not None:  # otherwise they are still at u, as if nothing of them had been sent
+        kernels.add_at(sent, settled[0], points.of(settled[1]))
+    job.take_back(sent)
 
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
@@ -293,12 +240,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if len(positions):
         where = torch.from_numpy(positions)
         values = points.of(torch.from_numpy(multiples), steps.at(where) if steps else None)
-        combine_at(values, where.to(out.device), out, weight)
-
-
-def combine_at(values: torch.Tensor, where: torch.Tensor, out: torch.Tensor, weight: float) -> None:
-    values = values.to(out.device).to(out.dtype)
-    out[where] += values * weight if weight != 1 else values
+        kernels.add_at(out, where, values if weight == 1 else values.to(out.dtype) * weight)
 
 
 class _Steps:

@@ -56,7 +56,7 @@ class Curve:
     def counts(self, grid: Grid) -> np.ndarray:
         """How often each symbol comes; outliers count as zeros."""
         if self.stochastic:
-            positive, negative, _ = self._expected(grid.step)
+            positive, negative, _, _ = self._expected(grid.step)
         else:
             above, below = kernels.grid_edges(self.x, grid.step, grid.shift)
             positive, negative = np.diff(above), -np.diff(below)
@@ -64,9 +64,21 @@ class Curve:
         counts[grid.largest] = max(0, self.count - int(counts.sum()))
         return counts
 
-    def _expected(self, step: float) -> tuple[np.ndarray, np.ndarray, float]:
-        """Stochastic rounding: expected counts of the magnitudes 1, 2, … of both signs, and the squared error."""
-        middle, counts, error = [int(np.searchsorted(self.x, 0.0))], [], 0.0
+    def outliers(self, grid: Grid, sizes: list[int]) -> list[tuple[int, float]]:
+        """(number, about what they take) of the outliers if symbols go up to each of these magnitudes."""
+        if self.stochastic:
+            positive, negative, ends, _ = self._expected(grid.step)
+            both = positive + negative
+        else:
+            above, below = kernels.grid_edges(self.x, grid.step, grid.shift)
+            both, ends = np.diff(above) - np.diff(below), len(self.x) - int(above[-1]) + int(below[-1])
+        numbers = [int(both[size:].sum()) + ends for size in sizes]
+        pairs = zip(sizes, numbers, strict=True)
+        return [(number, kernels.outlier_bits(both[size:], ends, number, self.count)) for size, number in pairs]
+
+    def _expected(self, step: float) -> tuple[np.ndarray, np.ndarray, int, float]:
+        """Stochastic rounding: expected counts of the magnitudes 1, 2, … of both signs, how many lie beyond, the error."""
+        middle, counts, ends, error = [int(np.searchsorted(self.x, 0.0))], [], float(len(self.x)), 0.0
         for sign, edges in zip((1, -1), kernels.grid_edges(self.x, step, 0.0), strict=True):
             cuts = np.concatenate([middle, edges])
             j, n = np.arange(len(edges)), sign * np.diff(cuts)
@@ -75,12 +87,12 @@ class Curve:
             squares = second / step**2 - 2 * j * first / step + j * j * n
             counts.append(np.maximum(np.rint(n[1:] - up[1:] + up[:-1]), 0).astype(np.int64))
             error += step**2 * float((up - squares).sum())
-        return counts[0], counts[1], max(error, 0.0)
+            ends += float(up[-1]) - int(n.sum())
+        return counts[0], counts[1], max(0, round(ends)), max(error, 0.0)
 
     def _dithered(self, step: float) -> Grid | None:
-        positive, negative, error = self._expected(step)
+        positive, negative, ends, error = self._expected(step)
         both = positive + negative
-        ends = max(0, int((np.abs(self.x) >= kernels.GRID_SIZES[-1] * step).sum()) - int(both[-1]))
         for largest in kernels.GRID_SIZES:
             outside = int(both[largest:].sum()) + ends
             if outside <= self.count // 100:
@@ -111,7 +123,8 @@ class Curve:
             return self._solve(near.shift, over, close, near.step, 1 / 16)
         # A guess: for GenNorm entries the step at a rate R is about E|x|·2^(2−R).
         wanted = bits / self.count if bits is not None else 1.0
-        guess = float(np.abs(self.x).mean()) * 2 ** (2 - wanted) if self.x.any() else 1.0
+        mean = float(self.first[-1] - 2 * self.first[np.searchsorted(self.x, 0)]) / len(self.x)
+        guess = mean * 2 ** (2 - wanted)
         best = self._solve(0.0 if self.stochastic else SHIFTS[FIRST], over, close, guess, 0.5)
         if self.stochastic:
             return best

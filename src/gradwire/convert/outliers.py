@@ -9,6 +9,7 @@ from ..errors import FrameError
 from ..fields import Reader, varint
 from ..kernels.reference.grid import EXCESS_LIMIT, GAP_LIMIT
 
+LOOKED_AT = 4096  # outliers by which the parameters are chosen
 Outliers = tuple[np.ndarray, np.ndarray]  # positions, ascending; signed multiples
 
 
@@ -18,7 +19,8 @@ def write_outliers(outliers: Outliers, largest: int) -> bytes:
         return b""
     gaps = np.diff(positions, prepend=-1) - 1
     excesses = np.abs(multiples.astype(np.int64)) - largest - 1
-    a, b = _rice_parameter(gaps), _golomb_parameter(excesses)
+    part = slice(None, None, -(-len(positions) // LOOKED_AT))
+    a, b = _rice_parameter(gaps[part]), _golomb_parameter(excesses[part])
     codes = kernels.pack_outliers(gaps, multiples < 0, excesses, a, b)
     return varint(len(positions)) + bytes([a, b]) + codes
 

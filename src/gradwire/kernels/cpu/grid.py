@@ -12,15 +12,15 @@ from ..reference.dense import chunk_size
 from ..reference.grid import LOGS, Measured, Outliers
 from .dense import _array, _bytes, _native_can, _seed
 
-__all__ = ["grid_measure", "grid_quantize", "grid_rans", "pack_outliers", "unpack_outliers"]
+__all__ = ["add_at", "grid_measure", "grid_quantize", "grid_rans", "pack_outliers", "unpack_outliers"]
 
 
 def _room(capacity: int) -> Outliers:
-    return torch.empty(capacity, dtype=torch.int64), torch.empty(capacity, dtype=torch.int32), torch.empty(capacity)
+    return torch.empty(capacity, dtype=torch.int64), torch.empty(capacity, dtype=torch.int32)
 
 
 def _first(count: int, outliers: Outliers) -> Outliers:
-    return outliers[0][:count], outliers[1][:count], outliers[2][:count]
+    return outliers[0][:count], outliers[1][:count]
 
 
 def grid_measure(
@@ -45,18 +45,28 @@ def grid_quantize(
 
 def grid_rans(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
-    shift: float, values: torch.Tensor, capacity: int, frequencies: np.ndarray, precision: int, lane_bits: int,
-    chunks: int, out: torch.Tensor,
+    shift: float, values: torch.Tensor, offset: float | None, capacity: int, frequencies: np.ndarray, precision: int,
+    lane_bits: int, chunks: int, out: torch.Tensor,
 ) -> tuple[list[int], int, Outliers] | None:  # fmt: skip
-    """Also how many entries the chunks hold: less than all if it stopped before a NaN or an infinity."""
+    """With an `offset` of the multiples beyond the symbols' range, e ← u − value of these too.
+
+    Also says how many entries the chunks hold: less than all if it stopped before a NaN or an infinity."""
     if not _native_can(gradient):
         return None
     outliers = _room(capacity)
+    size = chunk_size(gradient.numel(), chunks)
     lengths, done, count = _native.grid_rans(
-        _array(gradient), _array(memory), _array(memory_out), decay, step, shift, _array(values), frequencies,
-        precision, 1 << lane_bits, chunk_size(gradient.numel(), chunks), _array(out), *map(_array, outliers),
+        _array(gradient), _array(memory), _array(memory_out), decay, step, shift, _array(values), offset,
+        frequencies, precision, 1 << lane_bits, size, _array(out), *map(_array, outliers),
     )  # fmt: skip
     return lengths, done, _first(count, outliers)
+
+
+def add_at(x: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    if _native_can(x) and x.dim() == 1 and values.dtype == torch.float32:
+        _native.add_at(_array(x), _array(positions.cpu()), _array(values.cpu()))
+    else:
+        reference.add_at(x, positions, values)
 
 
 def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, a: int, b: int) -> bytes:

@@ -9,15 +9,15 @@ from ...errors import FrameError
 from .dense import compensate, dequantize, inverse, uniform
 
 __all__ = [
-    "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "grid_capacity", "grid_edges", "grid_measure", "grid_quantize",
-    "grid_rans", "pack_outliers", "unpack_outliers",
+    "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "add_at", "grid_capacity", "grid_edges", "grid_measure",
+    "grid_quantize", "grid_rans", "outlier_bits", "pack_outliers", "unpack_outliers",
 ]  # fmt: skip
 
 GRID_LIMIT = 1 << 24  # largest multiple: fp32 holds all integers up to it
 GAP_LIMIT, EXCESS_LIMIT = 48, 24  # largest parameters of the codes
 
-# Positions, signed multiples and u of the entries beyond the symbols' range, in order of position.
-Outliers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Positions and signed multiples of the entries beyond the symbols' range, in order of position.
+Outliers = tuple[torch.Tensor, torch.Tensor]
 
 
 GRID_SIZES = (7, 15, 31, 63, 127)  # largest magnitudes of symbols that an encoder takes
@@ -57,7 +57,7 @@ def grid_quantize(
     u, largest = compensate(gradient, memory, decay), len(values) // 2
     multiples = grid_multiples(u, step, shift, seed)
     positions = torch.nonzero(multiples.abs() > largest).flatten()[:capacity]
-    outliers = (positions, multiples[positions], u[positions])
+    outliers = (positions, multiples[positions])
     multiples = multiples.clamp(-largest, largest)
     multiples[positions] = 0
     symbols = (multiples + largest).to(torch.uint8)
@@ -68,8 +68,8 @@ def grid_quantize(
 
 def grid_rans(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
-    shift: float, values: torch.Tensor, capacity: int, frequencies: np.ndarray, precision: int, lane_bits: int,
-    chunks: int, out: torch.Tensor,
+    shift: float, values: torch.Tensor, offset: float | None, capacity: int, frequencies: np.ndarray, precision: int,
+    lane_bits: int, chunks: int, out: torch.Tensor,
 ) -> tuple[list[int], int, Outliers] | None:  # fmt: skip
     """`grid_quantize` and rANS in one pass; None says "not here", and the caller composes the parts."""
     return None
@@ -127,7 +127,7 @@ def grid_measure(
         p, n = positive[:largest], negative[:largest]
         rest = count - int(both[:largest].sum())
         spent = _sum(p * _log(p) + n * _log(n), rest * _log(rest))
-        apart = _outlier_bits(both[largest:], ends, outside, count)
+        apart = outlier_bits(both[largest:], ends, outside, count)
         found.append((float(count * _log(count) - spent) + apart, apart, largest))
         if not outside:
             break
@@ -142,7 +142,7 @@ def _offset(excess: float, count: int) -> int:
     return min(max(round(256 * excess / count), -128), 127) if count else 0
 
 
-def _outlier_bits(cells: np.ndarray, ends: int, number: int, count: int) -> float:
+def outlier_bits(cells: np.ndarray, ends: int, number: int, count: int) -> float:
     """About what the outliers in these cells, and beyond them, take."""
     if not number:
         return 0.0
@@ -154,6 +154,11 @@ def _outlier_bits(cells: np.ndarray, ends: int, number: int, count: int) -> floa
 
 
 # ── the list of outliers ──────────────────────────────────────────────────────────────────────────
+
+
+def add_at(x: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """x[positions] += values; no position comes twice."""
+    x[positions.to(x.device)] += values.to(x.device).to(x.dtype)
 
 
 def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, a: int, b: int) -> bytes:
