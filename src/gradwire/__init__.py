@@ -1,6 +1,7 @@
 """gradwire: communication-efficient distributed training for PyTorch."""
 
 from . import ddp
+from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
 from .errors import AggregateError, FrameError, GradwireError, SpecError
@@ -12,6 +13,7 @@ __all__ = [
     "FrameError",
     "GradwireError",
     "SpecError",
+    "allocate",
     "codec",
     "ddp",
     "decode",

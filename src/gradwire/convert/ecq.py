@@ -85,14 +85,12 @@ class Ecq(Converter):
             grid = self._whole_range(job.compensated(), grid, False)
         points = Points(grid.step, grid.offsets, job.dtype)
         side = _side(grid) + bfloat16(grid.step)
-        length = 0
-        if coding.coder == compress.RANS and not self.stochastic:
+        if _covers(coding) and not self.stochastic:
             length = _encode_fused(job, out, side, found, points)
-        if length:
-            return length
-        symbols, outliers = self._quantize(job, grid, points)
-        counts = kernels.histogram(symbols, 2 * grid.largest + 1)
-        return _finish(out, side, symbols, choose(grid.largest, counts, job.count), outliers, grid.largest)
+            if length:
+                return length
+        symbols, outliers = self._quantize(job, grid, points)  # the same bytes in two passes
+        return _finish(out, side, symbols, coding, outliers, grid.largest)
 
     def _quantize(self, job: Job, grid: Grid, points: Points, segmented: bool = False) -> tuple[torch.Tensor, Outliers]:
         job.require_finite()
@@ -157,9 +155,22 @@ def _listed(found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
 def _finish(
     out: torch.Tensor, side: bytes, symbols: torch.Tensor, coding: compress.Coding, outliers: Outliers, largest: int
 ) -> int:
-    alphabet = compress.Alphabet(2 * largest + 1, largest)
-    apart = write_outliers(outliers, largest)
-    return write(out, side, varint(len(apart)), compress.encode(symbols.numpy(), alphabet, coding), apart)
+    """Code symbols as the sample suggests; should it have misled us, count them, and code them again."""
+    alphabet, apart = compress.Alphabet(2 * largest + 1, largest), write_outliers(outliers, largest)
+    coded = compress.encode(symbols.numpy(), alphabet, coding) if _covers(coding) else b""
+    if not coded or _misled(coding, len(coded)):
+        coding = choose(largest, kernels.histogram(symbols, alphabet.symbols), len(symbols))
+        coded = compress.encode(symbols.numpy(), alphabet, coding)
+    return write(out, side, varint(len(apart)), coded, apart)
+
+
+def _covers(coding: compress.Coding) -> bool:
+    """Whether every symbol has a code: the search, which rounds in another order, may have missed a single one."""
+    return coding.coder == compress.RANS and bool(coding.table.all())
+
+
+def _misled(coding: compress.Coding, length: int) -> bool:
+    return 8 * length > coding.expected_bits * 1.02 + 1024
 
 
 def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points: Points) -> int:
@@ -186,11 +197,9 @@ def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points:
         job.require_finite()
         return 0  # only g + decay·e overflows: the plain path limits it
     outliers = _listed(found) if offset is not None else _correct(job, points, found)
-    if 8 * len(body) > (coding.expected_bits * 1.02 + 1024):
-        # The sample misled us: count what was coded, and code it again.
+    if _misled(coding, len(coding.head) + layout + len(body)):
         data = rans.head(lane_bits, lengths) + body.numpy().tobytes()
         symbols = torch.from_numpy(rans.decode(memoryview(data), job.count, coding.table, coding.precision))
-        coding = choose(grid.largest, kernels.histogram(symbols, len(values)), job.count)
         return _finish(out, side, symbols, coding, outliers, grid.largest)
     apart = write_outliers(outliers, grid.largest)
     head = side + varint(len(apart)) + coding.head + rans.head(lane_bits, lengths)

@@ -18,7 +18,7 @@ from .minifloat import LARGEST_STEP, SMALLEST_STEP, round_step
 
 SHIFTS = tuple(s / 16 for s in range(8, 1, -1))  # ½ is rounding to nearest; the less, the wider is the cell of zero
 FIRST = 2  # the shift with which the search begins: 6/16
-EXACT = 1e-7  # relative squared error below which there is nothing left to gain
+EXACT = 1e-12  # relative squared error below which there is nothing left to gain
 CLOSE = 0.002  # to the target is good enough
 
 
@@ -77,7 +77,7 @@ class Curve:
         return [(number, kernels.outlier_bits(both[size:], ends, number, self.count)) for size, number in pairs]
 
     def _expected(self, step: float) -> tuple[np.ndarray, np.ndarray, int, float]:
-        """Stochastic rounding: expected counts of the magnitudes 1, 2, … of both signs, how many lie beyond, the error."""
+        """With stochastic rounding: expected counts of the magnitudes 1, 2, … of both signs, and beyond; the error."""
         middle, counts, ends, error = [int(np.searchsorted(self.x, 0.0))], [], float(len(self.x)), 0.0
         for sign, edges in zip((1, -1), kernels.grid_edges(self.x, step, 0.0), strict=True):
             cuts = np.concatenate([middle, edges])
