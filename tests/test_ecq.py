@@ -162,6 +162,19 @@ def test_specs():
             gradwire.recipe(bad)
 
 
+def test_frames_can_be_taken_apart():
+    from gradwire.inspection.frames import describe
+
+    for frame in (
+        gradwire.codec("ecq:rate=2.4").encode(heavy(3000, 1, 0.3)),
+        gradwire.codec("ecq").encode(torch.zeros(100)),
+        encode_into(gradwire.codec("ecq"), heavy(300), segments=[100, 200]),
+    ):
+        report = describe(frame)
+        assert report.codec == "ecq" and report.frame_bytes == len(frame) and report.format.startswith("grid of ")
+    assert len(report.steps) == 2
+
+
 def test_side_information_leaves_small_tensors_their_symbols():
     """At any size at least three quarters of the rate go into symbols."""
     tensor = heavy(100, 8, 1.0)

@@ -14,7 +14,8 @@ from .grid_search import Curve, Grid
 from .job import Job, NonFinite
 
 SEARCHED = 1 << 14  # entries of a sample on which the step for a rate is searched
-SIDE = 24  # bytes: a first guess at side information and frequencies
+PART, WHOLE = 0.005, 0.012  # of the rate: what is off by more is corrected, after part of a sample or all of it
+SIDE = 20  # bytes: a first guess at side information and frequencies
 FIXED = 9  # bytes of side information that do not depend on the symbols
 LEAST_SHARE = 0.75  # of the bits of a small tensor that symbols get, however long the side information is
 FEWEST = 3  # smallest of the largest magnitudes
@@ -60,7 +61,9 @@ class Target:
         wanted = max(budget - 8 * SIDE, LEAST_SHARE * budget)
         found = _coded(curve, curve.find(bits=wanted / scale), count, whole)
         missing = budget - found.bits
-        if abs(missing) > 0.005 * budget and found.grid.bits > 0.9 * wanted / scale:  # as far as the rate is in reach
+        if (
+            abs(missing) > (PART if in_parts else WHOLE) * budget and found.grid.bits > 0.9 * wanted / scale
+        ):  # as far as the rate is in reach
             wanted = max(wanted + missing, LEAST_SHARE * budget)
             grid = curve.find(bits=wanted / scale, near=found.grid)
             found = _coded(curve, grid, count, whole, found.grid.largest)
@@ -92,10 +95,15 @@ def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = No
     if grid.largest == kernels.GRID_SIZES[0]:
         sizes = list(range(grid.largest, FEWEST - 1, -1)) if largest is None else [min(largest, grid.largest)]
     scale, cost, apart = count / curve.count, {}, {}
-    for size, (number, bits) in zip(sizes, curve.outliers(grid, sizes), strict=True):
-        if number <= kernels.grid_capacity(curve.count):
-            apart[size] = bits * scale
-            cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)  # a list takes time
+    outliers = curve.outliers(grid)
+    for size in sizes:
+        number, bits = outliers(size)
+        if number > kernels.grid_capacity(curve.count):
+            break
+        apart[size] = bits * scale
+        cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)  # a list takes time
+        if cost[size] > min(cost.values()):
+            break
     found = []
     for size in dict.fromkeys([max(cost), min(cost, key=cost.__getitem__)]):
         found.append(Fit(replace(grid, largest=size), choose(size, _fold(counts, size), count), apart[size]))

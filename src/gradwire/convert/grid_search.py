@@ -64,17 +64,20 @@ class Curve:
         counts[grid.largest] = max(0, self.count - int(counts.sum()))
         return counts
 
-    def outliers(self, grid: Grid, sizes: list[int]) -> list[tuple[int, float]]:
-        """(number, about what they take) of the outliers if symbols go up to each of these magnitudes."""
+    def outliers(self, grid: Grid) -> Callable[[int], tuple[int, float]]:
+        """(number, about what they take) of the outliers if symbols go up to a magnitude."""
         if self.stochastic:
             positive, negative, ends, _ = self._expected(grid.step)
             both = positive + negative
         else:
             above, below = kernels.grid_edges(self.x, grid.step, grid.shift)
             both, ends = np.diff(above) - np.diff(below), len(self.x) - int(above[-1]) + int(below[-1])
-        numbers = [int(both[size:].sum()) + ends for size in sizes]
-        pairs = zip(sizes, numbers, strict=True)
-        return [(number, kernels.outlier_bits(both[size:], ends, number, self.count)) for size, number in pairs]
+
+        def beyond(largest: int) -> tuple[int, float]:
+            number = int(both[largest:].sum()) + ends
+            return number, kernels.outlier_bits(both[largest:], ends, number, self.count)
+
+        return beyond
 
     def _expected(self, step: float) -> tuple[np.ndarray, np.ndarray, int, float]:
         """With stochastic rounding: expected counts of the magnitudes 1, 2, … of both signs, and beyond; the error."""
