@@ -1,4 +1,4 @@
-"""Speed of CO3's codec on one core, beside what a user would take instead, in one run.
+"""Speed of CO3 and ecq on one core, beside what a user would take instead, in one run.
 
     python benchmarks/codec.py [--entries 16777216] [--save]
 
@@ -78,6 +78,9 @@ def contestants(n: int) -> tuple[dict[str, Callable[[], object]], dict[str, floa
     memory = torch.zeros(n)
     length = codec.encode_into(gradient, frame)
     fixed = frame[:length].clone()
+    ecq, ecq_memory = gradwire.codec("ecq"), torch.zeros(n)
+    ecq_length = ecq.encode_into(gradient, frame)
+    ecq_fixed = frame[:ecq_length].clone()
 
     s = Symbols(gradient)
     coded = s.rans_encode()
@@ -98,6 +101,7 @@ def contestants(n: int) -> tuple[dict[str, Callable[[], object]], dict[str, floa
     words = ans_encode()
     bits = {
         "co3 encode_into, error feedback": 8 * length / n,
+        "ecq encode_into, error feedback": 8 * ecq_length / n,
         "rANS alone, encode": 8 * len(coded) / n,
         "zstd-1, encode": 8 * len(zipped) / n,
         "constriction ANS, encode": 32 * len(words) / n,
@@ -109,6 +113,9 @@ def contestants(n: int) -> tuple[dict[str, Callable[[], object]], dict[str, floa
         "co3 encode_into, error feedback": lambda: codec.encode_into(gradient, frame, residual=memory, decay=0.9),
         "co3 encode_into, no memory": lambda: codec.encode_into(gradient, frame),
         "co3 decode(out=)": lambda: codecs.decode(fixed, out=spare),
+        "ecq encode_into, error feedback": lambda: ecq.encode_into(gradient, frame, residual=ecq_memory, decay=0.9),
+        "ecq encode_into, no memory": lambda: ecq.encode_into(gradient, frame),
+        "ecq decode(out=)": lambda: codecs.decode(ecq_fixed, out=spare),
         "rANS alone, encode": s.rans_encode,
         "rANS alone, decode": lambda: s.rans_decode(coded),
         "zstd-1, encode": lambda: zstd.stream_reader(raw, size=n).readinto(zipped_again),
@@ -152,7 +159,7 @@ def main() -> None:
 
 
 def _ours(tasks: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
-    return {n: t for n, t in tasks.items() if n.startswith(("torch copy", "co3", "rANS"))}
+    return {n: t for n, t in tasks.items() if n.startswith(("torch copy", "co3", "ecq", "rANS"))}
 
 
 def _report(name: str, seconds: dict[str, float], bits: dict[str, float], n: int) -> dict[str, dict[str, float]]:

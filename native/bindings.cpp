@@ -30,21 +30,6 @@ Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, 
     return q;
 }
 
-std::unique_ptr<RansTable> make_table(Ints frequencies, int precision) {
-    require(precision >= 8 && precision <= kMaxPrecision && frequencies.size() <= kMaxSymbols, "bad frequency table");
-    int64_t total = 0;
-    for (size_t i = 0; i < frequencies.size(); i++) {
-        require(frequencies.data()[i] >= 0 && frequencies.data()[i] <= 1 << precision, "bad frequency");
-        total += frequencies.data()[i];
-    }
-    require(total == 1 << precision, "frequencies do not add up");
-    return std::make_unique<RansTable>(frequencies.data(), int(frequencies.size()), precision);
-}
-
-void require_lanes(int lanes) {
-    require(lanes >= 1 && lanes <= kMaxLanes && !(lanes & (lanes - 1)), "lanes must be a power of two up to 64");
-}
-
 void quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
               float step, nb::tuple fmt, Floats values, std::optional<uint64_t> seed, BytesOut symbols) {
     Quantizer q = make_quantizer(fmt, decay, step, values, seed);

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
 #include <stdexcept>
 
@@ -33,6 +34,21 @@ inline Stream make_stream(Floats gradient, const std::optional<Floats>& memory, 
     require(!memory || memory->size() == n, "memory has the wrong size");
     require(!memory_out || memory_out->size() == n, "memory_out has the wrong size");
     return {gradient.data(), memory ? memory->data() : nullptr, memory_out ? memory_out->data() : nullptr, n, 0};
+}
+
+inline std::unique_ptr<RansTable> make_table(Ints frequencies, int precision) {
+    require(precision >= 8 && precision <= kMaxPrecision && frequencies.size() <= kMaxSymbols, "bad frequency table");
+    int64_t total = 0;
+    for (size_t i = 0; i < frequencies.size(); i++) {
+        require(frequencies.data()[i] >= 0 && frequencies.data()[i] <= 1 << precision, "bad frequency");
+        total += frequencies.data()[i];
+    }
+    require(total == 1 << precision, "frequencies do not add up");
+    return std::make_unique<RansTable>(frequencies.data(), int(frequencies.size()), precision);
+}
+
+inline void require_lanes(int lanes) {
+    require(lanes >= 1 && lanes <= kMaxLanes && !(lanes & (lanes - 1)), "lanes must be a power of two up to 64");
 }
 
 // Each family of kernels adds its own functions to the module.

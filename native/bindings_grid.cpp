@@ -1,8 +1,122 @@
 // Argument checks of the grid kernels.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
 #include "bindings.h"
+#include "grid.h"
 
 namespace gradwire {
+namespace {
 
-void bind_grid(nb::module_& m) { (void)m; }
+using Ints32Out = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints64Out = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Grid make_grid(float decay, float step, float shift, Floats values, std::optional<uint64_t> seed) {
+    require(values.size() % 2 == 1 && values.size() >= 3 && values.size() <= 255, "values do not fit a grid");
+    require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
+    return {decay, 1.0f / step, shift, int(values.size() / 2), values.data(), seed.value_or(0), seed.has_value(), false, step, 0.0f};
+}
+
+Outliers make_outliers(Ints64Out& positions, Ints32Out& multiples) {
+    require(multiples.size() == positions.size(), "arrays of outliers differ in size");
+    return {positions.data(), multiples.data(), 0, positions.size()};
+}
+
+// Returns the number of outliers.
+size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
+                float step, float shift, Floats values, std::optional<uint64_t> seed, BytesOut symbols,
+                Ints64Out positions, Ints32Out multiples) {
+    const Grid g = make_grid(decay, step, shift, values, seed);
+    const Stream s = make_stream(gradient, memory, memory_out);
+    Outliers outliers = make_outliers(positions, multiples);
+    require(symbols.size() == s.count, "symbols has the wrong size");
+    nb::gil_scoped_release release;
+    grid_kernels().quantize(g, s, symbols.data(), outliers);
+    return outliers.count;
+}
+
+// Chunks one after the other into `out`: their lengths, how many entries they hold (less than all if it stopped before
+// a NaN or an infinity) and how many outliers there were.
+nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
+               float step, float shift, Floats values, std::optional<float> offset, Ints frequencies, int precision,
+               int lanes, size_t chunk, BytesOut out, Ints64Out positions, Ints32Out multiples) {
+    Grid g = make_grid(decay, step, shift, values, std::nullopt);
+    g.settle = offset.has_value();
+    g.offset = offset.value_or(0);
+    const Stream s = make_stream(gradient, memory, memory_out);
+    Outliers outliers = make_outliers(positions, multiples);
+    auto table = make_table(frequencies, precision);
+    require_lanes(lanes);
+    require(chunk > 0 && s.count > 0, "empty");
+    require(table->symbols == 2 * g.largest + 1, "frequencies do not fit the grid");
+    require(out.size() >= rans_bound(s.count, lanes, (s.count + chunk - 1) / chunk), "out is too small");
+    std::vector<size_t> lengths;
+    size_t done = 0;
+    {
+        nb::gil_scoped_release release;
+        std::unique_ptr<uint8_t[]> scratch(new uint8_t[std::min(chunk, s.count)]);
+        uint8_t* p = out.data();
+        while (done < s.count) {
+            const Stream part = s.part(done, std::min(chunk, s.count - done));
+            const Coded coded = grid_kernels().quantize_rans(g, part, *table, lanes, p, scratch.get(), outliers);
+            if (coded.entries) lengths.push_back(coded.bytes);
+            p += coded.bytes;
+            done += coded.entries;
+            if (coded.entries < part.count) break;
+        }
+    }
+    return nb::make_tuple(lengths, done, outliers.count);
+}
+
+}  // namespace
+
+void bind_grid(nb::module_& m) {
+    m.def("grid_quantize", quantize, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
+          nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("seed").none(),
+          nb::arg("symbols"), nb::arg("positions"), nb::arg("multiples"));
+    m.def("grid_rans", rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
+          nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("offset").none(), nb::arg("frequencies"),
+          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"), nb::arg("positions"),
+          nb::arg("multiples"));
+    m.def("grid_measure", [](Floats x, Doubles first, Doubles second, int64_t zeros, Doubles logs, float step, float shift) -> nb::object {
+        const size_t n = x.size();
+        require(first.size() == n + 1 && second.size() == n + 1 && n > 0, "sums do not fit the sample");
+        require(logs.size() == kLogs + 1 && zeros >= 0 && zeros < int64_t(1) << 48, "bad table or number of zeros");
+        require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
+        Measured found;
+        if (!grid_measure(x.data(), first.data(), second.data(), n, zeros, logs.data(), step, shift, found)) return nb::none();
+        return nb::make_tuple(found.bits, found.outlier_bits, found.error, found.largest,
+                              nb::make_tuple(found.offsets[0], found.offsets[1]));
+    });
+    m.def("add_at", [](FloatsOut x, Ints positions, Floats values) {
+        require(positions.size() == values.size(), "positions and values differ in number");
+        for (size_t i = 0; i < positions.size(); i++)
+            require(positions.data()[i] >= 0 && size_t(positions.data()[i]) < x.size(), "position out of range");
+        nb::gil_scoped_release release;
+        add_at(x.data(), positions.data(), values.data(), values.size());
+    });
+    m.def("pack_outliers", [](Ints gaps, Bytes negative, Ints excesses, int a, int b, BytesOut out) {
+        const size_t n = gaps.size();
+        require(negative.size() == n && excesses.size() == n && a >= 0 && a <= 48 && b >= 0 && b <= 24, "bad outliers");
+        uint64_t bits = 0;
+        for (size_t i = 0; i < n; i++) {
+            require(gaps.data()[i] >= 0 && gaps.data()[i] < int64_t(1) << 48 && negative.data()[i] < 2, "bad gap or sign");
+            require(excesses.data()[i] >= 0 && excesses.data()[i] <= kGridLimit, "bad excess");
+            bits += uint64_t(gaps.data()[i] >> a) + uint64_t(a) + 2 + 51 + uint64_t(b);
+        }
+        require(out.size() >= bits / 8 + 8, "out is too small");
+        nb::gil_scoped_release release;
+        return pack_outliers(gaps.data(), negative.data(), excesses.data(), n, a, b, out.data());
+    });
+    m.def("unpack_outliers", [](Bytes data, int64_t elements, int largest, int a, int b, Ints64Out positions, Ints32Out multiples) {
+        require(multiples.size() == positions.size() && a >= 0 && a <= 48 && b >= 0 && b <= 24, "bad outliers");
+        require(elements >= 0 && elements < int64_t(1) << 48 && largest >= 1 && largest <= 127, "bad outliers");
+        nb::gil_scoped_release release;
+        return unpack_outliers(data.data(), data.size(), positions.size(), elements, largest, a, b, positions.data(),
+                               multiples.data());
+    });
+}
 
 }  // namespace gradwire

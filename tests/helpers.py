@@ -32,6 +32,7 @@ SPECS = (
     "none", "fp16", "bf16", "co3", "gennorm", "co3:coder=huffman", "co3:coder=raw", "co3:model=histogram",
     "co3:format=fp8", "co3:format=e2m1", "co3:format=e4m3", "co3:format=e4m3b10", "co3:format=e3m0b2",
     "co3:format=e2m3b0f,coder=huffman", "gennorm:model=gennorm", "co3:rounding=stochastic",
+    "ecq", "ecq:rate=0.4", "ecq:nmse=0.0004", "ecq:rate=3,rounding=stochastic",
 )  # fmt: skip
 LEVEL_SPECS = (
     "bingrad", "bingrad:form=pb,precision=fp16", "orq:levels=9,bucket=100", "signsgd",
@@ -208,6 +209,8 @@ def plain_decode(frame: bytes) -> Plain:
         _plain_levels(found)
     elif found.codec == 6:
         _plain_sketch(found)
+    elif found.codec == 3:
+        _plain_grid(found)
     else:
         sent = _elements(found.payload[1:], DTYPES[found.payload[0]], shape)
         limit = torch.finfo(found.dtype).max
@@ -308,6 +311,64 @@ def _plain_sketch(found: Plain) -> None:
     for i in order:
         values[i] = plain_value(estimates[i], scale, found.dtype) + 0
     found.tensor = torch.stack(values).reshape(found.shape)
+
+
+def _plain_grid(found: Plain) -> None:
+    at, count = _Bytes(found.payload), math.prod(found.shape)
+    largest, number = at.byte(), at.byte()
+    offsets = struct.unpack(f"<{number}b", at.take(number))
+    found.levels = np.arange(-largest, largest + 1)
+    if found.flags & 2:
+        found.segments = [(at.varint(), at.bfloat16()) for _ in range(at.varint())]
+    else:
+        found.segments = [(count, at.bfloat16())]
+    length = at.varint()
+    apart = at.data[len(at.data) - length :]
+    at.data = at.data[: len(at.data) - length]
+    head = at.byte()
+    found.coder, found.model, found.precision = head & 3, head >> 2 & 3, head >> 4
+    if found.model == 2:
+        others = _gammas(at, 2 * largest)
+        found.frequencies = [*others[:largest], 2**found.precision - sum(others), *others[largest:]]
+    found.symbols = _plain_symbols(found, at, count)
+    multiples = [s - largest for s in found.symbols]
+    for index, multiple in _plain_outliers(apart, largest):
+        assert multiples[index] == 0
+        multiples[index] = multiple
+    steps = [step for length, step in found.segments for _ in range(length)]
+    values = []
+    for m, step in zip(multiples, steps, strict=True):
+        d = offsets[min(abs(m), number) - 1] / 256 if number and m else 0
+        level = float(np.float32(abs(m) + d))
+        values.append(plain_value(-level if m < 0 else level, step, found.dtype))
+    found.tensor = torch.stack(values).reshape(found.shape)
+
+
+def _plain_outliers(data: bytes, largest: int) -> list[tuple[int, int]]:
+    if not data:
+        return []
+    at = _Bytes(data)
+    count, a, b = at.varint(), at.byte(), at.byte()
+    string, place, index, found = "".join(f"{byte:08b}"[::-1] for byte in at.rest()), 0, -1, []
+
+    def unary() -> int:
+        nonlocal place
+        start, place = place, string.index("1", place) + 1
+        return place - 1 - start
+
+    def number(width: int) -> int:
+        nonlocal place
+        place += width
+        return int("0" + string[place - width : place][::-1], 2)
+
+    for _ in range(count):
+        index += 1 + unary() * 2**a + number(a)
+        negative = number(1)
+        size = unary()
+        x = (2**size + number(size) - 1) * 2**b + number(b)
+        found.append((index, -(largest + 1 + x) if negative else largest + 1 + x))
+    assert "1" not in string[place:] and len(string) - place < 8
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -1,6 +1,7 @@
 """gradwire: communication-efficient distributed training for PyTorch."""
 
 from . import ddp
+from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
 from .errors import AggregateError, FrameError, GradwireError, SpecError
@@ -14,6 +15,7 @@ __all__ = [
     "GradwireError",
     "LocalSGD",
     "SpecError",
+    "allocate",
     "codec",
     "ddp",
     "decode",

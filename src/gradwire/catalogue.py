@@ -9,6 +9,7 @@ import torch
 from . import compress
 from .codecs import Codec
 from .convert.cast import Cast
+from .convert.ecq import DEFAULT_RATE, Ecq
 from .convert.job import Converter
 from .convert.minifloat import Minifloat
 from .convert.stored import Stored
@@ -32,6 +33,27 @@ def _build_minifloat(v: Values) -> Converter:
     return Minifloat(parse_format(str(v["format"])), str(v["coder"]), str(v["model"]), str(v["rounding"]))
 
 
+def _or(word: str, parse: Callable[[str], float]) -> Callable[[str], str | float]:
+    return lambda text: word if text == word else parse(text)
+
+
+_ECQ = {
+    "rate": Parameter("auto", _or("auto", _number(0.001, 8))),
+    "nmse": Parameter("off", _or("off", _number(1e-5, 0.99))),
+    "rounding": Parameter("nearest", _one_of("nearest", "stochastic")),
+    "decay": Parameter("0.9", _number(0, 1), of_corrector=True),
+}
+
+
+def _build_ecq(v: Values) -> Converter:
+    rate, nmse = v["rate"], v["nmse"]
+    if rate != "auto" and nmse != "off":
+        raise SpecError("ecq: give either rate=, bits an entry, or nmse=, the relative squared error, not both")
+    if nmse != "off":
+        return Ecq(None, float(nmse), str(v["rounding"]))
+    return Ecq(DEFAULT_RATE if rate == "auto" else float(rate), None, str(v["rounding"]))
+
+
 _ENTRIES = [
     Entry("none", "fp32 as it is: the baseline", "", lambda v: Stored()),
     Entry("fp16", "half precision, saturating: twice as small", "", lambda v: Cast(torch.float16)),
@@ -43,6 +65,11 @@ _ENTRIES = [
     Entry(
         "gennorm", "8-bit floats under a GenNorm Huffman code: where no error feedback can be kept",
         "arXiv 2111.07599", _build_minifloat, _minifloat("fp8", "huffman", "0"),
+    ),
+    Entry(
+        "ecq", "an even grid made for the entropy coder, at the rate or error you name: the fewest bytes of a dense "
+        "gradient; co3 where you want the paper's own conversion",
+        "Gish and Pierce 1968; Sullivan 1996", _build_ecq, _ECQ,
     ),
 ]  # fmt: skip
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}

@@ -1,13 +1,303 @@
-"""Entropy-constrained quantization: an evenly spaced grid with a dead zone, its symbols entropy-coded."""
+"""Entropy-constrained quantization: multiples of a step, their symbols entropy-coded.
+
+With an ideal coder behind it the best scalar quantizer at moderate rates is close to an evenly spaced grid with a
+wider cell around zero and values at the means of its cells (Gish and Pierce 1968, Sullivan 1996). So
+ĝ = sign(u)·(j + d_j)·step with j = ⌊|u|/step + w⌋: the step is what meets the target, a rate or a squared error, w and
+the offsets d are what serves it best (grid_search.py). Multiples beyond the symbols' range are listed apart, so that
+few symbols, which are fast, do for heavy tails too.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 
+from .. import compress, kernels
+from ..compress import rans
 from ..errors import FrameError
-from ..wire import Header
+from ..fields import Reader, bfloat16, varint
+from ..wire import GRID, SEGMENTED, Header
+from .grid_fit import Fit, Target, choose
+from .grid_search import Grid
+from .job import Converter, Job, combine, limit_to
+from .minifloat import read_segments, read_step, round_step, write
+from .outliers import Outliers, read_outliers, write_outliers
+
+DEFAULT_RATE = 2.0
+MAX_OFFSETS = 15
+
+
+@dataclass(frozen=True)
+class Points:
+    """What multiples stand for."""
+
+    step: float
+    offsets: tuple[int, ...]  # in 1/256 of a step
+    dtype: torch.dtype
+
+    def of(self, multiples: torch.Tensor, steps: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 values, rounded to the tensor's dtype; `steps` are those of the entries, where they differ."""
+        magnitude = multiples.abs().float()
+        if self.offsets:
+            own = torch.tensor(self.offsets, dtype=torch.float32, device=multiples.device) / 256
+            magnitude = magnitude + own[multiples.abs().clamp(1, len(self.offsets)).long() - 1]
+        step = torch.tensor(self.step, dtype=torch.float32) if steps is None else steps
+        signed = torch.where(multiples < 0, -magnitude, magnitude).masked_fill(multiples == 0, 0.0)
+        return limit_to(signed * step, self.dtype).float()
+
+
+@lru_cache(maxsize=512)
+def table(points: Points, largest: int) -> torch.Tensor:
+    """What each symbol stands for."""
+    return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32))
+
+
+class Ecq(Converter):
+    wire_id = GRID
+    any_device = lists_segments = stores_tiny = True
+
+    def __init__(self, rate: float | None = DEFAULT_RATE, nmse: float | None = None, rounding: str = "nearest"):
+        self.stochastic = rounding == "stochastic"
+        self.target = Target(rate, nmse, self.stochastic)
+
+    def _whole_range(self, u: torch.Tensor, grid: Grid, segmented: bool) -> Grid:
+        """Nothing saturates in a stochastic grid: the step grows until all outliers have a place."""
+        step, room = grid.step, kernels.grid_capacity(u.numel(), segmented)
+        while kernels.absmax(u) / step >= kernels.GRID_LIMIT or int((u.abs() >= grid.largest * step).sum()) > room:
+            step *= 2
+        return replace(grid, step=step)
+
+    # ── encoding ──
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        if job.segments:
+            return self._encode_segments(job, out)
+        if self.stochastic:
+            job.require_finite()
+        found = self.target.fit_job(job)
+        if found is None:
+            return _all_zero(job, out)
+        grid, coding = found.grid, found.coding
+        if self.stochastic:
+            grid = self._whole_range(job.compensated(), grid, False)
+        points = Points(grid.step, grid.offsets, job.dtype)
+        side = _side(grid) + bfloat16(grid.step)
+        if _covers(coding) and not self.stochastic:
+            length = _encode_fused(job, out, side, found, points)
+            if length:
+                return length
+        symbols, outliers = self._quantize(job, grid, points)  # the same bytes in two passes
+        return _finish(out, side, symbols, coding, outliers, grid.largest)
+
+    def _quantize(self, job: Job, grid: Grid, points: Points, segmented: bool = False) -> tuple[torch.Tensor, Outliers]:
+        job.require_finite()
+        symbols, found = kernels.grid_quantize(
+            job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, table(points, grid.largest),
+            kernels.grid_capacity(job.count, segmented), job.seed if self.stochastic else None,
+        )  # fmt: skip
+        return symbols.cpu(), _correct(job, points, found)
+
+    def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
+        """Several small tensors, each with its own step: the same grid in units of their root mean squares."""
+        job.require_finite()  # all of it, before the memory of the first segment changes
+        u = job.compensated()
+        scales = [float(part.double().square().mean().sqrt()) for part in u.split(job.segments)]
+        relative = [part / scale for part, scale in zip(u.split(job.segments), scales, strict=True) if scale]
+        found = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), job.count) if relative else None
+        if found is None:
+            found = self.target.fit(torch.ones(1), job.count)
+            assert found is not None
+        side, pieces, outliers, position = bytearray(), [], [], 0
+        for length, scale, part in zip(job.segments, scales, u.split(job.segments), strict=True):
+            grid = replace(found.grid, step=round_step(found.grid.step * scale if scale else 1.0))
+            if self.stochastic:
+                grid = self._whole_range(part, grid, True)
+            side += varint(length) + bfloat16(grid.step)
+            symbols, apart = self._quantize(
+                job.slice(position, position + length), grid, Points(grid.step, grid.offsets, job.dtype), True
+            )
+            pieces.append(symbols)
+            outliers.append((apart[0] + position, apart[1]))
+            position += length
+        symbols = torch.cat(pieces)
+        grid = found.grid
+        coding = choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), job.count)
+        apart = (np.concatenate([p for p, _ in outliers]), np.concatenate([m for _, m in outliers]))
+        return _finish(out, _side(grid) + varint(len(job.segments)) + bytes(side), symbols, coding, apart, grid.largest)
+
+
+def _side(grid: Grid) -> bytes:
+    return bytes([grid.largest, len(grid.offsets), *(d & 255 for d in grid.offsets)])
+
+
+def _all_zero(job: Job, out: torch.Tensor) -> int:
+    if job.memory_out is not None:
+        job.memory_out.zero_()
+    zero = compress.Coding(compress.CONSTANT, parameters=bytes([1]))
+    return write(out, bytes([1, 0]), bfloat16(1.0), varint(0), zero.head)
+
+
+def _correct(job: Job, points: Points, found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
+    """e ← u − ĝ of the outliers, which the kernels leave at u."""
+    positions, multiples = found
+    if job.memory_out is not None and len(positions):
+        kernels.add_at(job.memory_out, positions, -points.of(multiples))
+    return _listed(found)
+
+
+def _listed(found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
+    return found[0].cpu().numpy(), found[1].cpu().numpy()
+
+
+def _finish(
+    out: torch.Tensor, side: bytes, symbols: torch.Tensor, coding: compress.Coding, outliers: Outliers, largest: int
+) -> int:
+    """Code symbols as the sample suggests; should it have misled us, count them, and code them again."""
+    alphabet, apart = compress.Alphabet(2 * largest + 1, largest), write_outliers(outliers, largest)
+    coded = compress.encode(symbols.numpy(), alphabet, coding) if _covers(coding) else b""
+    if not coded or _misled(coding, len(coded)):
+        coding = choose(largest, kernels.histogram(symbols, alphabet.symbols), len(symbols))
+        coded = compress.encode(symbols.numpy(), alphabet, coding)
+    return write(out, side, varint(len(apart)), coded, apart)
+
+
+def _covers(coding: compress.Coding) -> bool:
+    """Whether every symbol has a code: the search, which rounds in another order, may have missed a single one."""
+    return coding.coder == compress.RANS and bool(coding.table.all())
+
+
+def _misled(coding: compress.Coding, length: int) -> bool:
+    return 8 * length > coding.expected_bits * 1.02 + 1024
+
+
+def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points: Points) -> int:
+    """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot, or nothing was done."""
+    grid, coding = fitted.grid, fitted.coding
+    lane_bits, chunks = rans.layout(job.count, coding.expected_bits)
+    layout = len(rans.head(lane_bits, [0] * chunks))
+    guess = len(varint(int(fitted.outlier_bits / 8)))
+    start = len(side) + guess + len(coding.head) + layout
+    values = table(points, grid.largest)
+    # Rounding to another dtype is not the kernels' business.
+    offset = grid.offsets[-1] / 256 if job.dtype == torch.float32 and grid.largest >= len(grid.offsets) else None
+    coded = kernels.grid_rans(
+        job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, values,
+        offset, kernels.grid_capacity(job.count), coding.table, coding.precision, lane_bits, chunks, out[start:],
+    )  # fmt: skip
+    if coded is None:
+        return 0
+    lengths, done, found = coded
+    body = out[start : start + sum(lengths)]
+    if done < job.count:
+        settled = None if offset is None else found
+        _take_back(job, body, lengths, done, chunks, coding, lane_bits, values, points, settled)
+        job.require_finite()
+        return 0  # only g + decay·e overflows: the plain path limits it
+    outliers = _listed(found) if offset is not None else _correct(job, points, found)
+    if _misled(coding, len(coding.head) + layout + len(body)):
+        data = rans.head(lane_bits, lengths) + body.numpy().tobytes()
+        symbols = torch.from_numpy(rans.decode(memoryview(data), job.count, coding.table, coding.precision))
+        return _finish(out, side, symbols, coding, outliers, grid.largest)
+    apart = write_outliers(outliers, grid.largest)
+    head = side + varint(len(apart)) + coding.head + rans.head(lane_bits, lengths)
+    if len(head) != start:
+        out[len(head) : len(head) + len(body)] = body.clone()
+    write(out, head)
+    write(out[len(head) + len(body) :], apart)
+    return len(head) + len(body) + len(apart)
+
+
+def _take_back(
+    job: Job, body: torch.Tensor, lengths: list[int], done: int, chunks: int, coding: compress.Coding, lane_bits: int,
+    values: torch.Tensor, points: Points, settled: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:  # fmt: skip
+    """Undo what was done to a memory that is updated in place."""
+    if not done or not job.in_place:
+        return
+    sent, size = torch.empty(done), kernels.chunk_size(job.count, chunks)
+    kernels.rans_dequantize(
+        memoryview(body.numpy()), lengths, size, coding.table, coding.precision, lane_bits, values, sent, False
+    )
+    if settled is not None:  # otherwise they are still at u, as if nothing of them had been sent
+        kernels.add_at(sent, settled[0], points.of(settled[1]))
+    job.take_back(sent)
+
+
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
-    raise FrameError("not yet")
+    reader, count = Reader(memoryview(payload)), header.elements
+    if not header.dtype.is_floating_point or not count:
+        raise FrameError("grid frame of a dtype or size that is always stored")
+    largest, offsets = read_points(reader)
+    alphabet = compress.Alphabet(2 * largest + 1, largest)
+    segmented = bool(header.flags & SEGMENTED)
+    segments = read_segments(reader, count) if segmented else [(count, read_step(reader))]
+    length = reader.varint(len(reader.data))
+    if length > len(reader.data) - reader.position:
+        raise FrameError("frame is cut short")
+    end = len(reader.data) - length
+    symbols_reader = Reader(reader.data[:end], reader.position)
+    positions, multiples = read_outliers(reader.data[end:], count, largest)
+    points = Points(segments[0][1], offsets, header.dtype)
+    steps = _Steps(segments) if segmented else None
+    _decode_symbols(header, symbols_reader, alphabet, points, steps, out, weight, accumulate)
+    if len(positions):
+        where = torch.from_numpy(positions)
+        values = points.of(torch.from_numpy(multiples), steps.at(where) if steps else None)
+        kernels.add_at(out, where, values if weight == 1 else values.to(out.dtype) * weight)
+
+
+class _Steps:
+    """The step of each entry of a segmented tensor."""
+
+    def __init__(self, segments: list[tuple[int, float]]):
+        lengths, steps = zip(*segments, strict=True)
+        self.ends = torch.tensor(lengths).cumsum(0)
+        self.lengths, self.steps = torch.tensor(lengths), torch.tensor(steps, dtype=torch.float32)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.steps[torch.searchsorted(self.ends, positions, right=True)]
+
+    def all(self) -> torch.Tensor:
+        return self.steps.repeat_interleave(self.lengths)
+
+
+def read_points(reader: Reader) -> tuple[int, tuple[int, ...]]:
+    """(the largest magnitude of a symbol, the offsets)."""
+    largest, number = reader.byte(), reader.byte()
+    if not 1 <= largest <= 127 or number > MAX_OFFSETS:
+        raise FrameError("invalid grid")
+    return largest, tuple(d - 256 if d > 127 else d for d in bytes(reader.take(number)))
+
+
+def _decode_symbols(
+    header: Header, reader: Reader, alphabet: compress.Alphabet, points: Points, steps: _Steps | None,
+    out: torch.Tensor, weight: float, accumulate: bool,
+) -> None:  # fmt: skip
+    """Everything but the outliers, where it writes or adds zero."""
+    count, coding = header.elements, compress.read_head(reader, alphabet)
+    if steps is not None:
+        multiples = torch.from_numpy(compress.decode(reader, alphabet, count, coding)).int() - alphabet.zero_symbol
+        combine(points.of(multiples, steps.all()), out, weight, accumulate)
+        return
+    values = table(points, alphabet.zero_symbol)
+    values = values if weight == 1 else values * weight
+    if coding.coder == compress.CONSTANT:
+        combine(values[compress.read_constant(reader, alphabet)].expand(count), out, 1, accumulate)
+        return
+    if coding.coder == compress.RANS and out.dtype == torch.float32 and out.device.type == "cpu":
+        position = reader.position
+        lane_bits, lengths, body = rans.read_head(reader.rest(), count)
+        size = kernels.chunk_size(count, len(lengths))
+        if kernels.rans_dequantize(
+            body, lengths, size, coding.table, coding.precision, lane_bits, values, out, accumulate
+        ):
+            return
+        reader.position = position
+    symbols = torch.from_numpy(compress.decode(reader, alphabet, count, coding))
+    combine(kernels.dequantize(symbols, values), out, 1, accumulate)

@@ -50,7 +50,7 @@ def fit(fmt: Format, sample: torch.Tensor) -> Fit | None:
     index = gennorm.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm.GRID - 1
     zeros = 1 - nonzero / sample.numel()
     zero_mass = min(gennorm.ZERO_STEPS - 1, round(zeros * gennorm.ZERO_STEPS))
-    step = _round_step(mean_abs * gennorm.step_over_mean(fmt, index))
+    step = round_step(mean_abs * gennorm.step_over_mean(fmt, index))
     entries = sample if nonzero == sample.numel() else sample[sample != 0]  # zeros cost no error at any step
     return Fit(_try_others(fmt, entries, step), index, zero_mass)
 
@@ -61,14 +61,14 @@ def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
     A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. Part of the sample
     proposes a step, all of it decides: the part may have missed the outliers that matter.
     """
-    others = [_round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
+    others = [round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
     errors = kernels.squared_errors(entries[:: max(1, entries.numel() // SCANNED)].contiguous(), others, fmt)
     best = min(range(len(others)), key=errors.__getitem__)
     own, other = kernels.squared_errors(entries, [step, others[best]], fmt)
     return others[best] if other < own * CLEARLY else step
 
 
-def _round_step(step: float) -> float:
+def round_step(step: float) -> float:
     """The nearest bfloat16 in the allowed range: two bytes on the wire, and as good a step."""
     (bits,) = struct.unpack("<I", struct.pack("<f", min(max(step, SMALLEST_STEP), LARGEST_STEP)))
     return struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))[0]
@@ -105,9 +105,9 @@ class Minifloat(Converter):
         largest = kernels.absmax(job.compensated())
         if not largest:
             return None
-        step = _round_step(largest / self.format.largest)
+        step = round_step(largest / self.format.largest)
         if step * self.format.largest < largest:
-            step = _round_step(step * (1 + 2**-7))  # the next one
+            step = round_step(step * (1 + 2**-7))  # the next one
         return Fit(step, 0, 0)
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
@@ -122,7 +122,7 @@ class Minifloat(Converter):
             if job.memory_out is not None:
                 job.memory_out.zero_()
             zero = compress.Coding(compress.CONSTANT, parameters=bytes([self.format.zero_symbol]))
-            return _write(out, side, zero.head)
+            return write(out, side, zero.head)
         seed = job.seed if self.stochastic else None
         counts = self._sample_counts(sample, step, seed)
         coding = self._choose(counts, job.count, found)
@@ -132,7 +132,7 @@ class Minifloat(Converter):
             length = 0 if self.stochastic else self._encode_fused(job, out, side + coding.head, step, table, coding)
             if not length:  # the same bytes in two passes
                 symbols = self._quantize(job, step, table, seed)
-                length = _write(out, side, compress.encode(symbols.numpy(), self.format, coding))
+                length = write(out, side, compress.encode(symbols.numpy(), self.format, coding))
             if length * 8 <= coding.expected_bits * 1.02 + 1024:
                 return length
             # The sample misled us: count what was coded, and code it again.
@@ -142,7 +142,7 @@ class Minifloat(Converter):
             symbols = self._quantize(job, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
         coding = self._choose(counts, job.count, found)
-        return _write(out, side, compress.encode(symbols.numpy(), self.format, coding))
+        return write(out, side, compress.encode(symbols.numpy(), self.format, coding))
 
     def _choose(self, counts: np.ndarray, total: int, found: Fit | None) -> compress.Coding:
         index, zero_mass = (found.beta_index, found.zero_mass) if found else (0, 0)
@@ -182,7 +182,7 @@ class Minifloat(Converter):
                 job.take_back(sent)
             job.require_finite()
             return 0  # only g + decay·e overflows: the plain path limits it
-        _write(out, head, rans.head(lane_bits, lengths))
+        write(out, head, rans.head(lane_bits, lengths))
         return start + sum(lengths)
 
     def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
@@ -204,10 +204,10 @@ class Minifloat(Converter):
         counts = kernels.histogram(symbols, self.format.symbols)
         typical = sorted(fits, key=lambda f: f.beta_index)[len(fits) // 2] if fits else None
         coding = self._choose(counts, job.count, typical)
-        return _write(out, bytes(side), compress.encode(symbols.numpy(), self.format, coding))
+        return write(out, bytes(side), compress.encode(symbols.numpy(), self.format, coding))
 
 
-def _write(out: torch.Tensor, *parts: bytes) -> int:
+def write(out: torch.Tensor, *parts: bytes) -> int:
     view, position = memoryview(out.numpy()), 0
     for part in parts:
         view[position : position + len(part)] = part

@@ -10,9 +10,10 @@ import numpy as np
 
 from .. import codecs, compress, wire
 from ..compress import rans
-from ..convert import minifloat
+from ..convert import ecq, minifloat
 from ..errors import FrameError
 from ..fields import Reader
+from ..formats import Format
 from ..models import gennorm
 
 FLAGS = {wire.NONFINITE: "non-finite", wire.SEGMENTED: "segmented"}
@@ -84,28 +85,50 @@ def describe(frame: bytes | memoryview) -> FrameReport:
     )
     if header.codec == wire.MINIFLOAT:
         _describe_minifloat(report, header, payload)
+    elif header.codec == wire.GRID:
+        _describe_grid(report, header, payload)
     return report
 
 
 def _describe_minifloat(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
     fmt = minifloat.read_format(reader)
-    if header.flags & wire.SEGMENTED:
-        report.steps = [step for _, step in minifloat.read_segments(reader, header.elements)]
-    else:
-        report.steps = [minifloat.read_step(reader)]
-    report.format, report.side_bytes = str(fmt), reader.position
+    report.format, report.steps = str(fmt), _read_steps(reader, header)
+    report.side_bytes = reader.position
+    _describe_symbols(report, header, reader, fmt)
+    if report.model == "gennorm":
+        index, zero_mass = payload[report.side_bytes + 1 : report.side_bytes + report.model_bytes].tolist()
+        report.beta, report.zero_mass = float(gennorm.BETAS[index]), zero_mass / gennorm.ZERO_STEPS
 
-    coding = compress.read_head(reader, fmt)
+
+def _describe_grid(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+    reader = Reader(payload.data)
+    largest, _ = ecq.read_points(reader)
+    report.format, report.steps = f"grid of {2 * largest + 1}", _read_steps(reader, header)
+    outliers = reader.varint(len(payload))
+    if outliers > len(payload) - reader.position:
+        raise FrameError("frame is cut short")
+    report.side_bytes = reader.position
+    symbols = Reader(payload.data[: len(payload) - outliers], reader.position)
+    _describe_symbols(report, header, symbols, compress.Alphabet(2 * largest + 1, largest))
+    report.symbol_bytes += outliers
+
+
+def _read_steps(reader: Reader, header: wire.Header) -> list[float]:
+    if header.flags & wire.SEGMENTED:
+        return [step for _, step in minifloat.read_segments(reader, header.elements)]
+    return [minifloat.read_step(reader)]
+
+
+def _describe_symbols(
+    report: FrameReport, header: wire.Header, reader: Reader, alphabet: Format | compress.Alphabet
+) -> None:
+    coding = compress.read_head(reader, alphabet)
     report.model_bytes = reader.position - report.side_bytes
     report.coder, report.model = CODERS[coding.coder], MODELS[coding.model]
     if coding.frequencies is not None:
         report.precision, report.frequencies = coding.precision, coding.frequencies.tolist()
-    if coding.model == compress.GENNORM:
-        index, zero_mass = payload[report.side_bytes + 1 : reader.position].tolist()
-        report.beta, report.zero_mass = float(gennorm.BETAS[index]), zero_mass / gennorm.ZERO_STEPS
-
-    report.symbol_bytes = len(payload) - reader.position
+    report.symbol_bytes = len(reader.data) - reader.position
     if coding.coder == compress.RANS:
         lane_bits, lengths, body = rans.read_head(reader.rest(), header.elements)
         report.lanes, report.chunks = 1 << lane_bits, len(lengths)

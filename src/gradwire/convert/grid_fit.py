@@ -1,0 +1,136 @@
+"""From a sample to everything an encoder of grids needs: the grid, the number of its symbols, and their code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .. import compress, kernels
+from ..models import histogram
+from .grid_search import Curve, Grid
+from .job import Job, NonFinite
+
+SEARCHED = 1 << 14  # entries of a sample on which the step for a rate is searched
+PART, WHOLE = 0.005, 0.012  # of the rate: what is off by more is corrected, after part of a sample or all of it
+SIDE = 20  # bytes: a first guess at side information and frequencies
+FIXED = 9  # bytes of side information that do not depend on the symbols
+LEAST_SHARE = 0.75  # of the bits of a small tensor that symbols get, however long the side information is
+FEWEST = 3  # smallest of the largest magnitudes
+
+
+@dataclass(frozen=True)
+class Fit:
+    grid: Grid
+    coding: compress.Coding
+    outlier_bits: float
+
+    @property
+    def bits(self) -> float:
+        """Of the whole payload."""
+        return 8 * FIXED + self.coding.expected_bits + self.outlier_bits
+
+
+@dataclass(frozen=True)
+class Target:
+    """Either a rate, in bits an entry, or a relative squared error."""
+
+    rate: float | None
+    nmse: float | None
+    stochastic: bool = False
+
+    def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> Fit | None:
+        """What meets the target on the sample and `zeros` beside it; None if there is nothing but zeros."""
+        if not sample.numel():
+            return None
+        # Part of a sample is enough to search on for a rate, which all of it then corrects.
+        in_parts = not (self.stochastic or zeros or self.rate is None) and len(sample) > SEARCHED
+        part = sample[:: -(-len(sample) // SEARCHED)] if in_parts else sample
+        curve = Curve(part.cpu().numpy(), zeros, self.stochastic)
+        if not math.isfinite(curve.energy):
+            raise NonFinite
+        if not curve.energy:
+            return None
+        whole = sample if in_parts else None
+        if self.rate is None:
+            assert self.nmse is not None
+            return _coded(curve, curve.find(error=self.nmse * curve.energy), count, whole)
+        budget, scale = self.rate * count, count / curve.count
+        wanted = max(budget - 8 * SIDE, LEAST_SHARE * budget)
+        found = _coded(curve, curve.find(bits=wanted / scale), count, whole)
+        missing = budget - found.bits
+        if (
+            abs(missing) > (PART if in_parts else WHOLE) * budget and found.grid.bits > 0.9 * wanted / scale
+        ):  # as far as the rate is in reach
+            wanted = max(wanted + missing, LEAST_SHARE * budget)
+            grid = curve.find(bits=wanted / scale, near=found.grid)
+            found = _coded(curve, grid, count, whole, found.grid.largest)
+        return found
+
+    def fit_job(self, job: Job) -> Fit | None:
+        sample = kernels.sample(job.gradient, job.memory, job.decay)
+        if sample.numel() == job.count or np.count_nonzero(sample.cpu().numpy()) * 64 > sample.numel():
+            return self.fit(sample, job.count)
+        job.require_finite()
+        u = job.compensated()  # nearly all of the sample is zero: the few entries that are not deserve a full look
+        entries = u[u != 0]
+        looked_at = entries[:: -(-entries.numel() // kernels.SAMPLE) or 1].contiguous()
+        share = looked_at.numel() / max(1, entries.numel())
+        return self.fit(looked_at, job.count, round((job.count - entries.numel()) * share))
+
+
+def choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
+    return compress.choose(compress.Alphabet(2 * largest + 1, largest), counts, count, compress.RANS)
+
+
+def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = None, largest: int | None = None) -> Fit:
+    """How the symbols of a grid are coded; `whole` is the sample of which the curve has seen a part.
+
+    Fewer symbols leave more outliers, but tables of 8 bits, which are fast, lose less with them, and are shorter.
+    """
+    counts = curve.counts(grid) if whole is None else _counts(whole, grid)
+    sizes = [grid.largest]
+    if grid.largest == kernels.GRID_SIZES[0]:
+        sizes = list(range(grid.largest, FEWEST - 1, -1)) if largest is None else [min(largest, grid.largest)]
+    scale, cost, apart = count / curve.count, {}, {}
+    outliers = curve.outliers(grid)
+    for size in sizes:
+        number, bits = outliers(size)
+        if number > kernels.grid_capacity(curve.count):
+            break
+        apart[size] = bits * scale
+        cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)  # a list takes time
+        if cost[size] > min(cost.values()):
+            break
+    found = []
+    for size in dict.fromkeys([max(cost), min(cost, key=cost.__getitem__)]):
+        found.append(Fit(replace(grid, largest=size), choose(size, _fold(counts, size), count), apart[size]))
+    least = compress.TOLERANCE * min(fit.bits for fit in found)
+    fast = [fit for fit in found if fit.bits <= least and fit.coding.precision == compress.COARSE]
+    return min(fast if fast and count >= compress.LARGE else found, key=lambda fit: fit.bits)
+
+
+def _counts(sample: torch.Tensor, grid: Grid) -> np.ndarray:
+    values = torch.zeros(2 * grid.largest + 1)
+    symbols, _ = kernels.grid_quantize(sample, None, None, 0.0, grid.step, grid.shift, values, len(sample))
+    return kernels.histogram(symbols.cpu(), len(values))
+
+
+def _fold(counts: np.ndarray, largest: int) -> np.ndarray:
+    """Those of fewer symbols: the others become outliers, whose symbol is that of zero."""
+    middle = len(counts) // 2
+    folded = counts[middle - largest : middle + largest + 1].copy()
+    folded[largest] += counts.sum() - folded.sum()
+    return folded
+
+
+def _coarse_bits(counts: np.ndarray, count: int) -> float:
+    """What `count` such symbols take with a table of 8 bits, the table included."""
+    if len(counts) > compress.SMALL_ALPHABET:
+        return 0.0
+    smooth = 2 * counts + 1
+    frequencies = histogram.normalize(smooth, compress.COARSE)
+    bits = smooth @ histogram.bits_per_symbol(frequencies, compress.COARSE) * count / smooth.sum()
+    return float(bits) + 8 * histogram.packed_length(frequencies, len(counts) // 2)

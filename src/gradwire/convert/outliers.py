@@ -1,0 +1,53 @@
+"""The list of a grid's outliers: where they are and how far beyond the symbols' range (docs/wire-format.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import kernels
+from ..errors import FrameError
+from ..fields import Reader, varint
+from ..kernels.reference.grid import EXCESS_LIMIT, GAP_LIMIT
+
+LOOKED_AT = 4096  # outliers by which the parameters are chosen
+Outliers = tuple[np.ndarray, np.ndarray]  # positions, ascending; signed multiples
+
+
+def write_outliers(outliers: Outliers, largest: int) -> bytes:
+    positions, multiples = outliers
+    if not len(positions):
+        return b""
+    gaps = np.diff(positions, prepend=-1) - 1
+    excesses = np.abs(multiples.astype(np.int64)) - largest - 1
+    part = slice(None, None, -(-len(positions) // LOOKED_AT))
+    a, b = _rice_parameter(gaps[part]), _golomb_parameter(excesses[part])
+    codes = kernels.pack_outliers(gaps, multiples < 0, excesses, a, b)
+    return varint(len(positions)) + bytes([a, b]) + codes
+
+
+def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
+    if not len(data):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+    reader = Reader(data)
+    count = reader.varint(elements)
+    a, b = reader.byte(), reader.byte()
+    codes = reader.rest()
+    if not count or a > GAP_LIMIT or b > EXCESS_LIMIT or count > 8 * len(codes):
+        raise FrameError("invalid outliers")
+    return kernels.unpack_outliers(codes, count, elements, largest, a, b)
+
+
+def _rice_parameter(gaps: np.ndarray) -> int:
+    """One of the two that may be the best for a geometric distribution of this mean."""
+    guess = int(int(gaps.sum()) // len(gaps) + 1).bit_length() - 1
+    return min(range(max(0, guess - 1), guess + 1), key=lambda a: int((gaps >> a).sum()) + a * len(gaps))
+
+
+def _golomb_parameter(excesses: np.ndarray) -> int:
+    def bits(b: int) -> int:
+        return 2 * int(np.frexp((excesses >> b) + 1)[1].sum()) + b * len(excesses)  # frexp counts the bits of a number
+
+    best = 0
+    while best < EXCESS_LIMIT and bits(best + 1) < bits(best):
+        best += 1
+    return best
