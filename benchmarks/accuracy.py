@@ -27,35 +27,37 @@ import gradwire
 from gradwire import tasks
 from gradwire.tasks import order
 from gradwire.tasks.base import EVALUATION_BATCH, Task, loss_of
+from gradwire.tasks.images import ImageTask, LabelledImages
 from gradwire.tasks.training import learning_rate_factor
-from simulated import Meeting, ThreadAllGather, WholeModel, run_workers
+from simulated import Meeting, ThreadAllGather, WholeModel, decode_once, run_workers
 
 WORKERS = 4
-# name: (spec, local steps between syncs, outer optimizer or None)
-RUNS: dict[str, tuple[str, int | None, tuple[float, float] | None]] = {
-    "fp32": ("none", None, None),
-    "co3 γ=0": ("co3:decay=0", None, None),
-    "co3 γ=0.5": ("co3:decay=0.5", None, None),
-    "co3 γ=0.9": ("co3:decay=0.9", None, None),
-    "co3 γ=1": ("co3:decay=1", None, None),
-    "ecq": ("ecq", None, None),
-    "bingrad-b": ("bingrad", None, None),
-    "orq-3": ("orq:levels=3", None, None),
-    "orq-5": ("orq:levels=5", None, None),
-    "orq-9": ("orq:levels=9", None, None),
-    "qsgd": ("qsgd", None, None),
-    "terngrad": ("terngrad", None, None),
-    "stc": ("stc", None, None),
-    "dgc": ("dgc", None, None),
-    "sbc1": ("sbc1", None, None),
-    "sbc2": ("sbc2", None, None),
-    "sbc3": ("sbc3", None, None),
-    "sbc1-paper": ("sbc1-paper", None, None),
-    "sbc2-paper": ("sbc2-paper", None, None),
-    "sbc3-paper": ("sbc3-paper", None, None),
-    "local10": ("none", 10, None),
-    "local100": ("none", 100, None),
-    "diloco10": ("none", 10, (0.7, 0.9)),
+# name: (spec, local steps between syncs or None for the recipe's own); any other name is a spec itself
+RUNS: dict[str, tuple[str, int | None]] = {
+    "fp32": ("none", None),  # averaged as it is, without frames
+    "co3 γ=0": ("co3:decay=0", None),
+    "co3 γ=0.5": ("co3:decay=0.5", None),
+    "co3 γ=0.9": ("co3:decay=0.9", None),
+    "co3 γ=1": ("co3:decay=1", None),
+    "ecq": ("ecq", None),
+    "bingrad-b": ("bingrad", None),
+    "orq-3": ("orq:levels=3", None),
+    "orq-5": ("orq:levels=5", None),
+    "orq-9": ("orq:levels=9", None),
+    "qsgd": ("qsgd", None),
+    "terngrad": ("terngrad", None),
+    "stc": ("stc", None),
+    "dgc": ("dgc", None),
+    "sbc1": ("sbc1", None),
+    "sbc2": ("sbc2", None),
+    "sbc3": ("sbc3", None),
+    "sbc1-paper": ("sbc1-paper", None),
+    "sbc2-paper": ("sbc2-paper", None),
+    "sbc3-paper": ("sbc3-paper", None),
+    "local10": ("none", 10),
+    "local100": ("none", 100),
+    "diloco10": ("diloco", 10),
+    "stc2": ("stc2", None),
 }
 
 
@@ -101,8 +103,9 @@ class Worker:
     def __init__(self, options: argparse.Namespace, task: Task, rank: int, meeting: Meeting):
         self.options, self.task, self.rank = options, task, rank
         self.device = torch.device(options.device)
+        self.data_device = task.train.pixels.device if isinstance(task, ImageTask) else torch.device("cpu")
         self.batch = options.batch_size or (128 if options.task == "cifar10" else task.defaults.batch_size)
-        spec, sync_every, outer = RUNS[options.one]
+        spec, sync_every = RUNS.get(options.one, (options.one, None))
         with meeting_lock:  # the global generator: one model at a time
             torch.manual_seed(options.seed)
             model = ResNet18(10, options.width) if options.task == "cifar10" else task.build_model()
@@ -118,23 +121,24 @@ class Worker:
             self.optimizer = task.build_optimizer(self.model, self.lr)
         if self.device.type == "cuda":
             self._graph(task, meeting)
+        self.meeting, self.plain = meeting, options.one == "fp32"
         exchange = ThreadAllGather(meeting, rank)
         self.state: gradwire.ddp.State | None = None
         self.local: gradwire.LocalSGD | None = None
-        recipe = gradwire.recipe(spec)
-        if sync_every or recipe.sync_every > 1 or recipe.whole_model:
-            make = None
-            if outer:
-                make = lambda p: torch.optim.SGD(p, lr=outer[0], momentum=outer[1], nesterov=True)  # noqa: E731
-            self.local = gradwire.LocalSGD(self.model, self.optimizer, spec, sync_every, outer=make)
-            self.local.mean._exchange, self.local._started = exchange, True  # threads start alike by their seed
+        if sync_every or gradwire.recipe(spec).delayed:
+            self.local = gradwire.LocalSGD(self.model, self.optimizer, spec, sync_every)
+            mean = self.local.mean
+            self.local._start_alike = lambda: None  # type: ignore[method-assign]  # their seed makes them alike
         else:
             self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer)
-            self.state.mean._exchange = exchange
+            mean = self.state.mean
+        mean._exchange = exchange
+        decode_once(mean, meeting, rank)
 
     def _graph(self, task: Task, meeting: Meeting) -> None:
         """Record forward and backward as CUDA graphs, one thread after the other: nothing else may run meanwhile."""
-        inputs = task.train_batch(torch.arange(self.batch), torch.Generator())[0].to(self.device)
+        inputs = task.train_batch(torch.arange(self.batch, device=self.data_device), torch.Generator())[0]
+        inputs = inputs.to(self.device)
         buffers = [b.clone() for b in self.model.buffers()]
         self.replayed = self.model
         for rank in range(WORKERS):
@@ -149,8 +153,7 @@ class Worker:
 
     def train(self) -> dict[str, Any]:
         self.model.train()
-        batch = self.batch
-        per_epoch = self.task.train_size // (batch * WORKERS)
+        per_epoch = self.task.train_size // (self.batch * WORKERS)
         last = self.options.steps or per_epoch * self.options.epochs
         step = 0
         with self.local or contextlib.nullcontext():
@@ -158,9 +161,10 @@ class Worker:
                 epoch, within = divmod(step, per_epoch)
                 if within == 0:
                     shuffled = order.epoch_order(self.task.train_size, self.options.seed, epoch)
-                indices = order.batch_indices(shuffled, within, self.rank, WORKERS, batch)
+                indices = order.batch_indices(shuffled, within, self.rank, WORKERS, self.batch)
                 generator = order.augmentation_generator(self.options.seed, epoch, within, self.rank)
-                self._step(*self.task.train_batch(indices, generator), learning_rate_factor(step, last))
+                batch = self.task.train_batch(indices.to(self.data_device), generator)
+                self._step(*batch, learning_rate_factor(step, last, self.options.lr_warmup))
                 step += 1
         stats = (self.local or self.state).stats()  # type: ignore[union-attr]
         return {"steps": step, "stats": stats}
@@ -170,9 +174,26 @@ class Worker:
             group["lr"] = self.lr * factor
         self.optimizer.zero_grad()
         loss_of(self._forward(inputs), targets.to(self.device)).backward()
-        if self.state:
+        if self.plain:
+            self._average_plainly()
+        elif self.state:
             self.state.reduce(WholeModel(list(self.model.parameters())))  # type: ignore[arg-type]
         self.optimizer.step()
+
+    def _average_plainly(self) -> None:
+        """fp32 all-reduce: 4 bytes an entry, to every other worker."""
+        own = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.meeting.blocks[self.rank] = own  # type: ignore[call-overload]
+        self.meeting.barrier.wait()
+        means = [torch.stack(list(g)).mean(0) for g in zip(*self.meeting.blocks, strict=True)]  # type: ignore[arg-type]
+        self.meeting.barrier.wait()
+        for gradient, mean in zip(own, means, strict=True):
+            gradient.copy_(mean)
+        count = 4 * sum(g.numel() for g in own)
+        assert self.state is not None
+        self.state.dense_bytes += count
+        self.state.mean.frame_bytes += count
+        self.state.mean.exchange.bytes_sent += (WORKERS - 1) * count
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.device)
@@ -187,7 +208,7 @@ class Worker:
         loss = right = total = 0.0
         for start in range(0, self.task.test_size, EVALUATION_BATCH):
             stop = min(start + EVALUATION_BATCH, self.task.test_size)
-            inputs, targets = self.task.test_batch(torch.arange(start, stop))
+            inputs, targets = self.task.test_batch(torch.arange(start, stop, device=self.data_device))
             logits, targets = self._forward(inputs), targets.to(self.device)
             loss += float(loss_of(logits, targets)) * targets.numel()
             right += float((logits.argmax(-1) == targets).sum())
@@ -198,6 +219,10 @@ class Worker:
 def one(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = load(options)
+    if options.device != "cpu" and isinstance(task, ImageTask):
+        task.train, task.test = (
+            LabelledImages(*(t.to(options.device) for t in part)) for part in (task.train, task.test)
+        )
     start = time.perf_counter()
 
     def work(rank: int, meeting: Meeting) -> dict[str, Any]:
@@ -212,7 +237,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     stats = results[0]["stats"]
     return {
         "run": options.one,
-        "spec": str(gradwire.recipe(RUNS[options.one][0])),
+        "spec": str(gradwire.recipe(RUNS.get(options.one, (options.one, None))[0])),
         "task": options.task,
         "seed": options.seed,
         "steps": results[0]["steps"],
@@ -289,17 +314,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", default="cifar10", choices=["cifar10", "text", "digits"])
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), metavar="NAME")
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), metavar="NAME or SPEC")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--lr", type=float)
+    parser.add_argument("--lr-warmup", type=float, default=0.2, help="share of the steps in which it rises")
     parser.add_argument("--width", type=int, default=64, help="of the ResNet-18's first stage")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which what still runs is stopped")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/accuracy.jsonl"))
-    parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -47,22 +47,23 @@ class ImageTask(Task):
         return pixels
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        return (pixels.float() - self._mean) / self._std
+        return (pixels.float() - self._mean.to(pixels.device)) / self._std.to(pixels.device)
 
     def data_checksum(self) -> int:
         return checksum(*self.train, *self.test)
 
 
 def random_crop_and_flip(pixels: torch.Tensor, generator: torch.Generator, padding: int) -> torch.Tensor:
-    """Each image shifted by up to `padding` pixels either way, and mirrored half of the time."""
+    """Each image shifted by up to `padding` pixels either way, and mirrored half of the time; on their own device."""
     count, channels, height, width = pixels.shape
     padded = pixels.new_zeros(count, channels, height + 2 * padding, width + 2 * padding)
     padded[:, :, padding : padding + height, padding : padding + width] = pixels
-    offsets = torch.randint(2 * padding + 1, (2, count, 1), generator=generator)
-    mirrored = torch.randint(2, (count, 1), generator=generator).bool()
-    rows = offsets[0] + torch.arange(height)
-    columns = torch.arange(width).expand(count, width)
+    device = pixels.device
+    offsets = torch.randint(2 * padding + 1, (2, count, 1), generator=generator).to(device)
+    mirrored = torch.randint(2, (count, 1), generator=generator).bool().to(device)
+    rows = offsets[0] + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(count, width)
     columns = offsets[1] + torch.where(mirrored, columns.flip(1), columns)
-    image = torch.arange(count)
+    image = torch.arange(count, device=device)
     # Indexing with three arrays that broadcast to [N, height, width] puts the channels last.
     return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -177,7 +177,7 @@ def own_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def learning_rate_factor(step: int, last_step: int) -> float:
+def learning_rate_factor(step: int, last_step: int, warm_up: float = WARM_UP) -> float:
     """A short linear rise, then half a cosine down to zero."""
-    rise = min(1.0, (step + 1) / (WARM_UP * last_step))
+    rise = min(1.0, (step + 1) / (warm_up * last_step))
     return rise * 0.5 * (1 + math.cos(math.pi * step / last_step))
