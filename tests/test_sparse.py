@@ -425,3 +425,18 @@ def test_select_stops_before_what_is_not_finite(backend: str) -> None:
     job = Job(x, x, e.clone(), None)
     with pytest.raises(gradwire.convert.job.NonFinite):
         SBC().select(job)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs the native kernels")
+def test_more_than_2_31_entries() -> None:
+    n = 2**31 + 5000
+    x = torch.zeros(n)
+    places = [3, 2**31 - 1, 2**31, n - 1]
+    x[places] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    done, ((positions, values),) = kernels.select(x, None, None, 1.0, 3)
+    assert (done, positions.tolist(), values.tolist()) == (n, places[1:], [-2.0, 3.0, -4.0])
+    kernels.scatter(x, positions, -values, True)
+    assert x[places].tolist() == [1.0, 0.0, 0.0, 0.0]
+    kernels.scatter(x, positions, values, False)
+    assert x[places].tolist() == [0.0, -2.0, 3.0, -4.0]
