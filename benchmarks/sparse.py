@@ -40,12 +40,13 @@ def gennorm_like(n: int, seed: int = 0) -> torch.Tensor:
 def contestants(n: int) -> tuple[Tasks, dict[str, float]]:
     """Name → what to time, and name → bits per position, everything counted."""
     gradient, spare = gennorm_like(n), torch.empty(n)
+    magnitudes = gradient.abs()
     frame = torch.empty(gradwire.codec("topk").max_frame_bytes(gradient), dtype=torch.uint8)
     tasks: Tasks = {"torch copy": lambda: spare.copy_(gradient), "torch zero": spare.zero_}
     bits = {}
     for p in SHARES:
-        count = golomb_count(p, n)
-        tasks[f"torch.topk {p:.1%}"] = lambda count=count: torch.topk(gradient.abs(), count)
+        count = share_of(p, n)
+        tasks[f"torch.topk {p:.1%}"] = lambda count=count: torch.topk(magnitudes, count)
         for name in NAMES:
             codec = gradwire.codec(f"{name}:p={p}")
             memory = torch.zeros(n)
@@ -64,7 +65,7 @@ def contestants(n: int) -> tuple[Tasks, dict[str, float]]:
     return tasks, bits
 
 
-def golomb_count(p: float, n: int) -> int:
+def share_of(p: float, n: int) -> int:
     return -int(-p * n // 1)
 
 

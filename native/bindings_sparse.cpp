@@ -71,22 +71,23 @@ nb::object array_of(const Buffer<T>& buffer, size_t n) {
     return result;
 }
 
+// How many entries were written to memory_out, and the chosen ones: positions and values.
 nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
-                         float decay, std::optional<size_t> wanted, uint32_t low, bool two_sided) {
+                         float decay, std::optional<size_t> wanted, uint32_t low, bool one_sign) {
     Stream s = make_stream(gradient, memory, memory_out);
     require(low >= 1 && low <= 0x7f800000u, "low is not the bit pattern of a magnitude above 0");
     require(!wanted || *wanted >= 1, "nothing is wanted");
     Candidates* sides = scratch();
     size_t done;
+    int winner = 0;
     {
         nb::gil_scoped_release release;
-        done = select(s, decay, wanted.value_or(kAll), low, two_sided, sides);
+        done = select(s, decay, wanted.value_or(kAll), low, one_sign, sides);
+        if (done == s.count && one_sign) winner = sides[0].mean() < sides[1].mean();
     }
-    nb::list found;
-    if (done == s.count)
-        for (int i = 0; i <= int(two_sided); i++)
-            found.append(nb::make_tuple(array_of(sides[i].position, sides[i].count), array_of(sides[i].value, sides[i].count)));
-    return nb::make_tuple(done, found);
+    const Candidates& chosen = sides[winner];
+    const size_t n = done == s.count ? chosen.count : 0;
+    return nb::make_tuple(done, array_of(chosen.position, n), array_of(chosen.value, n));
 }
 
 void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate) {
@@ -113,7 +114,7 @@ void require_gaps(Ints gaps) {
 
 void bind_sparse(nb::module_& m) {
     m.def("select", select_entries, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
-          nb::arg("decay"), nb::arg("wanted").none(), nb::arg("low"), nb::arg("two_sided"));
+          nb::arg("decay"), nb::arg("wanted").none(), nb::arg("low"), nb::arg("one_sign"));
     m.def("sum_magnitudes", [](Floats values) {
         nb::gil_scoped_release release;
         return sum_magnitudes(values.data(), values.size());

@@ -142,6 +142,8 @@ void Candidates::reserve_block() {
     value.reserve(count, count + kScanRoom);
 }
 
+double Candidates::mean() const { return count ? sum_magnitudes(value.data(), count) / double(count) : 0.0; }
+
 void Candidates::prune() {
     if (count <= wanted) return;
     const Buckets buckets(value.data(), count, wanted, least_kept);

@@ -56,6 +56,7 @@ struct Candidates {
     uint32_t least_kept = 1;  // none of those that are is below this
 
     void reserve_block();
+    double mean() const;  // of the magnitudes; 0 of nothing
     void prune();  // to the `wanted` largest, lowest positions first among equals; later equals are then too late
 };
 

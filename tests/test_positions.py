@@ -139,6 +139,18 @@ def test_positions_come_back(chosen: list[int], way: str, elements: int) -> None
     assert bytes(reader.rest()) == b"more"
 
 
+@given(st.integers(0, 10**6), st.sampled_from([3, 30, 300, 3000]), st.sampled_from([0.003, 0.1, 0.7]))
+def test_auto_takes_the_shorter(seed: int, rows: int, density: float) -> None:
+    rng = np.random.default_rng(seed)
+    filled = rng.random((rows, 50)) < rng.choice([0, density], size=(rows, 1))
+    chosen = np.flatnonzero(filled)
+    if len(chosen):
+        size = {way: len(positions.encode(chosen, filled.size, way)[1]) for way in positions.WAYS}
+        assert size["auto"] <= size["golomb"]
+        if size["rans"] < 0.99 * size["golomb"]:
+            assert size["auto"] == size["rans"]
+
+
 def test_beyond_32_bits(backend: str) -> None:
     chosen = np.cumsum(np.array(PRIMES * 3))
     for way in positions.WAYS:

@@ -71,16 +71,14 @@ entries = st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, -2.0, 2.0, 1e-45,
 
 
 @given(entries, st.integers(1, 100), st.booleans())
-def test_ties_and_zeros(u: list[float], k: int, two_sided: bool) -> None:
+def test_ties_and_zeros(u: list[float], k: int, one_sign: bool) -> None:
     x = torch.tensor(u)
+    expected = plain_sbc(x.tolist(), k)[0] if one_sign else plain_choice(u, k)
     for name in BACKENDS:
         with use_backend(name):
-            done, sides = kernels.select(x, None, None, 1.0, k, 1, two_sided)
-            assert done == len(u)
-            wanted = [[max(e, 0) for e in u], [min(e, 0) for e in u]] if two_sided else [u]
-            for (positions, values), side in zip(sides, wanted, strict=True):
-                assert positions.tolist() == plain_choice(side, k)
-                check_same(values, x[positions])
+            done, positions, values = kernels.select(x, None, None, 1.0, k, 1, one_sign)
+            assert (done, positions.tolist()) == (len(u), expected)
+            check_same(values, x[positions])
 
 
 @given(entries, st.integers(1, 30))
@@ -155,20 +153,17 @@ def test_native_selection_is_the_reference(name: str) -> None:
     x = tensors()[name]
     memory = (gradient(x.numel(), 9) * x.abs().max() * 0.1).where(x != 0, torch.tensor(0.0))
     for k in (1, 30, 3000, 80_000):
-        for two_sided in (False, True):
+        for one_sign in (False, True):
             for e in (None, memory):
                 found = {}
                 for backend in BACKENDS:
                     with use_backend(backend):
                         out = torch.empty_like(x) if k == 30 else None if e is None else e.clone()
                         source = out if e is not None and k != 30 else e  # in place, or not
-                        done, sides = kernels.select(x, source, out, 0.5, k, 1, two_sided)
-                        found[backend] = (
-                            done,
-                            [(bits(p), bits(v)) for p, v in sides],
-                            None if out is None else bits(out),
-                        )
-                assert all(f == found["reference"] for f in found.values()), (k, two_sided, e is None)
+                        done, positions, values = kernels.select(x, source, out, 0.5, k, 1, one_sign)
+                        left = None if out is None else bits(out)
+                        found[backend] = (done, bits(positions), bits(values), left)
+                assert all(f == found["reference"] for f in found.values()), (k, one_sign, e is None)
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -418,10 +413,25 @@ def test_select_stops_before_what_is_not_finite(backend: str) -> None:
     x, e = gradient(10_000), gradient(10_000, 1)
     x[7777] = math.inf
     memory = e.clone()
-    done, sides = kernels.select(x, memory, memory, 0.5, 10)
-    assert done <= 7777 and not sides
+    done, positions, values = kernels.select(x, memory, memory, 0.5, 10)
+    assert done <= 7777 and not len(positions) and not len(values)
     check_same(memory[:done], x[:done] + e[:done] * 0.5)
     check_same(memory[done:], e[done:])
     job = Job(x, x, e.clone(), None)
     with pytest.raises(gradwire.convert.job.NonFinite):
         SBC().select(job)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs the native kernels")
+def test_more_than_2_31_entries() -> None:
+    n = 2**31 + 5000
+    x = torch.zeros(n)
+    places = [3, 2**31 - 1, 2**31, n - 1]
+    x[places] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    done, positions, values = kernels.select(x, None, None, 1.0, 3)
+    assert (done, positions.tolist(), values.tolist()) == (n, places[1:], [-2.0, 3.0, -4.0])
+    kernels.scatter(x, positions, -values, True)
+    assert x[places].tolist() == [1.0, 0.0, 0.0, 0.0]
+    kernels.scatter(x, positions, values, False)
+    assert x[places].tolist() == [0.0, -2.0, 3.0, -4.0]

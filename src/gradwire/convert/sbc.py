@@ -16,10 +16,7 @@ from .sparse import ONE_VALUE, Sparse, one_value
 
 class SBC(Sparse):
     def encode(self, job: Job, out: torch.Tensor) -> int:
-        (largest, above), (smallest, below) = self.select(job, two_sided=True)
-        mean_above, mean_below = kernels.mean_magnitude(above), kernels.mean_magnitude(below)
-        if mean_above >= mean_below:
-            raw, sent = one_value(mean_above, job.dtype)
-            return self.write(job, out, largest, ONE_VALUE, raw, sent)
-        raw, sent = one_value(-mean_below, job.dtype)
-        return self.write(job, out, smallest, ONE_VALUE, raw, sent)
+        chosen, values = self.select(job, one_sign=True)
+        mean = kernels.mean_magnitude(values)
+        raw, sent = one_value(-mean if bool((values[:1] < 0).any()) else mean, job.dtype)
+        return self.write(job, out, chosen, ONE_VALUE, raw, sent)

@@ -53,12 +53,12 @@ class Sparse(Converter):
         wanted = self.k or math.ceil(Fraction(repr(self.p)) * elements)
         return min(wanted, elements)
 
-    def select(self, job: Job, two_sided: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Positions and u of the chosen entries, of all or of each sign; u of all entries is then in memory_out."""
+    def select(self, job: Job, one_sign: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and u of the chosen entries; u of all entries is then in memory_out."""
         count, low = self.count(job.count), _bits_from(self.threshold)
-        done, sides = kernels.select(job.gradient, job.memory, job.memory_out, job.decay, count, low, two_sided)
+        done, *chosen = kernels.select(job.gradient, job.memory, job.memory_out, job.decay, count, low, one_sign)
         if done == job.count:
-            return sides
+            return chosen[0], chosen[1]
         # A NaN or an infinity, or g + decay·e overflows: then it is limited.
         u = kernels.compensate(job.gradient[done:], None if job.memory is None else job.memory[done:], job.decay)
         try:
@@ -73,7 +73,7 @@ class Sparse(Converter):
             u = torch.cat([job.memory[:done], u])
         elif done:
             u = job.compensated()
-        return kernels.select(u, None, job.memory_out, 1.0, count, low, two_sided)[1]
+        return kernels.select(u, None, job.memory_out, 1.0, count, low, one_sign)[1:]
 
     def write(
         self, job: Job, out: torch.Tensor, chosen: torch.Tensor, kind: int, values: bytes, sent: torch.Tensor | None
@@ -85,7 +85,7 @@ class Sparse(Converter):
         if chosen.numel():
             way, coded = coding.encode(chosen.numpy(), job.count, self.positions)
             payload += bytes([kind | way << 4]) + coded + values
-        out[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        memoryview(out.numpy())[: len(payload)] = payload
         return len(payload)
 
 

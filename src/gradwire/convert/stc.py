@@ -15,7 +15,7 @@ from .sparse import ONE_MAGNITUDE, Sparse, one_value
 
 class STC(Sparse):
     def encode(self, job: Job, out: torch.Tensor) -> int:
-        ((chosen, values),) = self.select(job)
+        chosen, values = self.select(job)
         raw, magnitude = one_value(kernels.mean_magnitude(values), job.dtype)
         negative = values < 0
         signs = kernels.pack_bits(negative.numpy().view(np.uint8), 1)

@@ -30,7 +30,7 @@ class TopK(Sparse):
         self.small = None if values in CASTS else Minifloat(parse_format(values))
 
     def encode(self, job: Job, out: torch.Tensor) -> int:
-        ((chosen, values),) = self.select(job)
+        chosen, values = self.select(job)
         if self.cast is not None:
             cast = limit_to(values, DTYPES[self.cast])
             raw, sent = cast.view(torch.uint8).numpy().tobytes(), received(cast, job.dtype)
@@ -57,10 +57,10 @@ def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:
     count = math.ceil(Fraction(repr(p)) * sum(t.numel() for t in flat))
     kept, low = torch.empty(0), 1
     for tensor in flat:
-        done, sides = kernels.select(tensor, None, None, 1.0, min(count, tensor.numel()), low)
+        done, _, values = kernels.select(tensor, None, None, 1.0, min(count, tensor.numel()), low)
         if done < tensor.numel():
             raise ValueError("a tensor holds a NaN or an infinity: there is no threshold")
-        kept = torch.cat([kept, sides[0][1].abs()])
+        kept = torch.cat([kept, values.abs()])
         if kept.numel() >= count:
             kept = torch.topk(kept, count).values
             low = int(kept[-1:].view(torch.int32))  # smaller entries of the next tensors do not matter

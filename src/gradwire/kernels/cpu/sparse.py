@@ -8,7 +8,7 @@ import torch
 from ... import _native  # type: ignore[attr-defined]
 from ...errors import FrameError
 from ..reference import sparse as reference
-from ..reference.sparse import Side
+from ..reference.sparse import Selection
 from .dense import _array, _bytes, _native_can
 
 __all__ = [
@@ -19,14 +19,14 @@ __all__ = [
 
 def select(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
-    count: int | None, low: int = 1, two_sided: bool = False,
-) -> tuple[int, list[Side]]:  # fmt: skip
+    count: int | None, low: int = 1, one_sign: bool = False,
+) -> Selection:  # fmt: skip
     if not _native_can(gradient):
-        return reference.select(gradient, memory, memory_out, decay, count, low, two_sided)
-    done, sides = _native.select(
-        _array(gradient), _array(memory), _array(memory_out), decay, count, max(1, low), two_sided
+        return reference.select(gradient, memory, memory_out, decay, count, low, one_sign)
+    done, positions, values = _native.select(
+        _array(gradient), _array(memory), _array(memory_out), decay, count, max(1, low), one_sign
     )
-    return done, [(torch.from_numpy(positions), torch.from_numpy(values)) for positions, values in sides]
+    return done, torch.from_numpy(positions), torch.from_numpy(values)
 
 
 def mean_magnitude(values: torch.Tensor) -> float:

@@ -14,31 +14,38 @@ __all__ = [
 
 # ── selection ─────────────────────────────────────────────────────────────────────────────────────
 
-Side = tuple[torch.Tensor, torch.Tensor]  # positions (int64, ascending) and the u there
+Selection = tuple[int, torch.Tensor, torch.Tensor]  # see `select`
 
 
 def select(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
-    count: int | None, low: int = 1, two_sided: bool = False,
-) -> tuple[int, list[Side]]:  # fmt: skip
-    """The `count` largest magnitudes of u = g + decay·e, of all entries or of the positive and the negative ones.
+    count: int | None, low: int = 1, one_sign: bool = False,
+) -> Selection:  # fmt: skip
+    """The `count` largest magnitudes of u = g + decay·e: their positions (int64, ascending) and the u there.
 
-    Only entries whose magnitude has a bit pattern of `low` or more are looked at; None takes all of them. Among equal
-    magnitudes the lowest positions come first. Writes u to memory_out, for the caller to subtract what is sent.
-    Returns how many entries were written and the chosen ones; less than all if u holds a NaN or an infinity.
+    With `one_sign` they are chosen among the positive entries and among the negative ones, and the choice with the
+    larger mean magnitude counts, the positive one of equals. Only entries whose magnitude has a bit pattern of `low`
+    or more are looked at; a count of None takes all of them. Among equal magnitudes the lowest positions come first.
+    Writes u to memory_out, for the caller to subtract what is sent. The first number returned is how many entries
+    were written: less than all, and nothing is chosen, if u holds a NaN or an infinity.
     """
     u = gradient if memory is None else gradient + memory * decay
     if not bool(torch.isfinite(u).all()):
-        return 0, []
+        return 0, torch.empty(0, dtype=torch.int64), torch.empty(0)
     if memory_out is not None:
         memory_out.copy_(u)
     bits = u.abs().view(torch.int32)
     big = bits >= max(1, low)  # zeros are never sent
-    sides = [big & (u > 0), big & (u < 0)] if two_sided else [big]
-    return u.numel(), [_largest(u, bits, torch.nonzero(side).flatten(), count) for side in sides]
+    if not one_sign:
+        return u.numel(), *_largest(u, bits, big, count)
+    above, below = _largest(u, bits, big & (u > 0), count), _largest(u, bits, big & (u < 0), count)
+    return u.numel(), *(above if mean_magnitude(above[1]) >= mean_magnitude(below[1]) else below)
 
 
-def _largest(u: torch.Tensor, bits: torch.Tensor, positions: torch.Tensor, count: int | None) -> Side:
+def _largest(
+    u: torch.Tensor, bits: torch.Tensor, among: torch.Tensor, count: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.nonzero(among).flatten()
     if count is not None and count < positions.numel():
         magnitudes = bits[positions]
         order = torch.sort(magnitudes, descending=True, stable=True).indices  # stable: the lowest positions first
