@@ -102,8 +102,12 @@ class Mean:
         """Replace the tensors by the mean of what stands in the messages; None for a rank that sent nothing."""
         start = time.perf_counter()
         given = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+        targets = [piece.target() for piece in pending.pieces]
         for i, (rank, message) in enumerate(given):
-            self._decode(rank, message, pending.pieces, 1 / len(given), accumulate=i > 0)
+            self._decode(rank, message, pending.pieces, targets, 1 / len(given), accumulate=i > 0)
+        for piece, target in zip(pending.pieces, targets, strict=True):
+            if given:
+                piece.put(target)
         for piece in pending.pieces if self.factors else ():
             if not piece.recipe.mask:  # momentum after the exchange, as the optimizer itself would have it
                 for name, tensor in zip(piece.names, piece.tensors, strict=True):
@@ -192,23 +196,23 @@ class Mean:
 
     # ── decoding ──
 
-    def _decode(self, rank: int, message: np.ndarray, pieces: list[Piece], weight: float, accumulate: bool) -> None:
-        """Add this rank's frames, weighted, to the tensors."""
+    def _decode(
+        self, rank: int, message: np.ndarray, pieces: list[Piece], targets: list[torch.Tensor], weight: float,
+        accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Add this rank's frames, weighted, to the targets."""
         try:
             frames = wire.split(memoryview(message))
             if len(frames) != len(pieces):
                 raise FrameError(f"{len(frames)} frames, expected {len(pieces)}")
-            for frame, piece in zip(frames, pieces, strict=True):
+            for frame, piece, target in zip(frames, pieces, targets, strict=True):
                 header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
                 if header.elements != sum(piece.sizes):
                     raise FrameError(
                         f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}"
                     )
                 self.finite &= not header.nonfinite
-                if len(piece.tensors) == 1:
-                    codecs.decode_payload(header, payload, piece.tensors[0], weight, accumulate)
-                else:
-                    _decode_several(header, payload, piece.tensors, weight, accumulate)
+                codecs.decode_payload(header, payload, target, weight, accumulate)
         except FrameError as error:
             raise AggregateError(
                 f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
@@ -239,16 +243,3 @@ class Mean:
         self.residual.load_state_dict(state)
         self.velocity.memory = {name: v.float().clone() for name, v in state.get("velocity", {}).items()}
         self.steps = int(state.get("steps", 0))
-
-
-def _decode_several(
-    header: wire.Header, payload: np.ndarray, tensors: list[torch.Tensor], weight: float, accumulate: bool
-) -> None:
-    flat = torch.empty(header.elements, dtype=tensors[0].dtype)
-    codecs.decode_payload(header, payload, flat, weight)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        shaped = part.view(tensor.shape).to(tensor.device)
-        if accumulate:
-            tensor.add_(shaped)
-        else:
-            tensor.copy_(shaped)

@@ -33,6 +33,18 @@ class Piece:
     def sizes(self) -> list[int]:
         return [t.numel() for t in self.tensors]
 
+    def target(self) -> torch.Tensor:
+        """Where frames are decoded to: the tensor itself, or a flat one on the CPU for several or a GPU's."""
+        first = self.tensors[0]
+        alone = len(self.tensors) == 1 and first.device.type == "cpu"
+        return first if alone else torch.empty(sum(self.sizes), dtype=first.dtype)
+
+    def put(self, target: torch.Tensor) -> None:
+        """The tensors become what was decoded."""
+        if target is not self.tensors[0]:
+            for tensor, part in zip(self.tensors, target.split(self.sizes), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
 
 def parse_spec(spec: Spec) -> Recipes:
     """A recipe for every pattern of parameter names."""
