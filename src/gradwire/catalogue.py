@@ -135,7 +135,7 @@ _ENTRIES = [
         "ORQ, arXiv 2002.11082", _build_plain(ORQ),
         _levels(
             "2048", "bf16", "0", levels=Parameter("5", parse_levels),
-            search=Parameter("greedy", _one_of("greedy", "exact")), clip=_CLIP,
+            search=Parameter("greedy", _one_of("greedy", "polished", "exact")), clip=_CLIP,
         ),
     ),
     Entry(
