@@ -42,8 +42,8 @@ def search_levels(
 ) -> np.ndarray:  # fmt: skip
     """The best levels of every bucket, `limits` (fp32) cutting off its magnitudes first, as fp32.
 
-    `greedy`, `polished` and `exact` (ORQ) and `two` (BinGrad-b) give all levels in ascending order, `pair` (BinGrad-pb) gives b.
-    A bucket with no more entries than levels has its own entries as levels, the last of them repeated.
+    `greedy`, `polished` and `exact` (ORQ) and `two` (BinGrad-b) give all levels in ascending order, `pair` (BinGrad-pb)
+    gives b. A bucket with no more entries than levels has its own entries as levels, the last of them repeated.
     """
     u = compensate(gradient, memory, decay).numpy()
     search = SEARCHES[method]
