@@ -55,6 +55,7 @@ def equal_levels(tensors: list[torch.Tensor]) -> dict[str, dict[str, float]]:
         common = f"bucket={BUCKET},precision=bf16"
         specs = {
             "orq": f"orq:levels={s},{common}",
+            "orq polished": f"orq:levels={s},search=polished,{common}",
             "orq exact": f"orq:levels={s},search=exact,{common}",
             "linear": f"linear:levels={s},{common}",
             "qsgd max": f"qsgd:levels={s},norm=max,{common}",

@@ -46,7 +46,7 @@ extern const LevelKernels avx2_levels, avx512_levels;
 
 const LevelKernels& level_kernels();  // of the instruction set in use
 
-enum class Search { greedy, exact, two, pair };
+enum class Search { greedy, polished, exact, two, pair };
 
 // `limits` (one per bucket) may be null; `out` has `levels` numbers for each bucket, one for Search::pair.
 void search_levels(const Stream& s, float decay, Buckets b, const float* limits, int levels, Search method, float* out);

@@ -113,20 +113,24 @@ float select(const LevelKernels& kernels, const Bucket& t, float low, float high
     return unordered(at);
 }
 
-void orq_greedy(const LevelKernels& kernels, const Bucket& t, int levels, float* out) {
+// The best level between two others.
+float best_between(const LevelKernels& kernels, const Bucket& t, float low, float high) {
+    size_t n;
+    const double total = kernels.sum_between(t.u.data(), t.n, low, high, n);
+    if (!n) return low;
+    const double below = double(n) - (total - double(n) * low) / (double(high) - low);
+    const double rank = std::min(std::max(std::ceil(below) - 1, 0.0), double(n - 1));
+    return select(kernels, t, low, high, n, size_t(rank));
+}
+
+void orq_greedy(const LevelKernels& kernels, const Bucket& t, int levels, bool polished, float* out) {
     kernels.extremes(t.u.data(), t.n, out[0], out[levels - 1]);
     for (int span = levels - 1; span > 1; span /= 2)
-        for (int left = 0; left < levels - 1; left += span) {
-            const float low = out[left], high = out[left + span];
-            size_t n;
-            const double total = kernels.sum_between(t.u.data(), t.n, low, high, n);
-            out[left + span / 2] = low;
-            if (n) {
-                const double below = double(n) - (total - double(n) * low) / (double(high) - low);
-                const double rank = std::min(std::max(std::ceil(below) - 1, 0.0), double(n - 1));
-                out[left + span / 2] = select(kernels, t, low, high, n, size_t(rank));
-            }
-        }
+        for (int left = 0; left < levels - 1; left += span)
+            out[left + span / 2] = best_between(kernels, t, out[left], out[left + span]);
+    if (!polished) return;
+    for (int first : {2, 1})
+        for (int k = first; k < levels - 1; k += 2) out[k] = best_between(kernels, t, out[k - 1], out[k + 1]);
 }
 
 // Dynamic programming, halving the range of j: the best i grows with it.
@@ -210,12 +214,13 @@ void search_levels(const Stream& s, float decay, Buckets b, const float* limits,
         if (pair)
             for (float& v : t.u) v = std::fabs(v);
         const bool few = !pair && t.n <= size_t(levels);
-        if (method != Search::greedy || few) sort(t);
+        const bool greedy = method == Search::greedy || method == Search::polished;
+        if (!greedy || few) sort(t);
         if (method == Search::two || pair) add_up(t);
         if (few)
             for (int k = 0; k < levels; k++) out[k] = t.u[std::min(size_t(k), t.n - 1)];
-        else if (method == Search::greedy)
-            orq_greedy(kernels, t, levels, out);
+        else if (greedy)
+            orq_greedy(kernels, t, levels, method == Search::polished, out);
         else if (method == Search::exact)
             orq_exact(kernels, t, levels, out);
         else if (method == Search::two)

@@ -33,7 +33,8 @@ from helpers import (
 
 SPECS = (
     "bingrad", "bingrad:form=pb,precision=fp16", "orq", "orq:levels=9,search=exact,precision=fp32,bucket=100",
-    "orq:levels=3,clip=2.5,coder=raw", "orq:levels=129,bucket=300", "qsgd", "qsgd:levels=33,norm=l2,bucket=70",
+    "orq:levels=3,clip=2.5,coder=raw", "orq:levels=129,search=polished,bucket=300", "qsgd",
+    "qsgd:levels=33,norm=l2,bucket=70",
     "terngrad", "terngrad:clip=2.5,bucket=0", "signsgd", "signsgd:bucket=0,precision=fp32", "linear",
     "linear:levels=2,bucket=4,precision=fp32", "linear:levels=255", "tinyscript", "tinyscript:levels=5,bucket=64",
 )  # fmt: skip
@@ -95,7 +96,9 @@ def test_all_backends_write_the_same_bytes(spec: str) -> None:
 
 
 @pytest.mark.skipif(native is None, reason="no native module")
-@pytest.mark.parametrize("method, levels", [("greedy", 5), ("greedy", 33), ("exact", 5), ("two", 2), ("pair", 2)])
+@pytest.mark.parametrize(
+    "method, levels", [("greedy", 5), ("greedy", 33), ("polished", 9), ("exact", 5), ("two", 2), ("pair", 2)]
+)
 @given(data=st.data())
 def test_native_search_equals_the_reference(method: str, levels: int, data: st.DataObject) -> None:
     kind = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -209,7 +212,8 @@ def test_non_finite_gradients_travel_as_they_are(spec: str) -> None:
     [
         ("orq:levels=4", "nearest is 3"), ("orq:levels=7", "nearest is 5"), ("orq:levels=100", "nearest is 129"),
         ("orq:levels=1000", "129"), ("orq:levels=x", "3, 5, 9"), ("orq:levels=5,bucket=9", "from 10"),
-        ("orq:search=best", "greedy, exact"), ("orq:precision=fp8", "fp32, fp16, bf16"), ("orq:clip=-1", "from 0"),
+        ("orq:search=best", "greedy, polished, exact"), ("orq:precision=fp8", "fp32, fp16, bf16"),
+        ("orq:clip=-1", "from 0"),
         ("orq:bucket=-1", "whole number"), ("orq:bucket=2.5", "whole number"), ("orq:coder=zip", "auto, raw"),
         ("qsgd:levels=4", "steps of 2"), ("qsgd:norm=l1", "l2, max"), ("linear:levels=1", "from 2 to 255"),
         ("linear:levels=256", "from 2 to 255"), ("bingrad:form=c", "b, pb"), ("bingrad:levels=2", "form"),

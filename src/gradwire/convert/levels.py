@@ -137,7 +137,9 @@ PRECISIONS_ON_WIRE = tuple(PRECISIONS.values())
 
 def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: str) -> compress.Coding:
     """The shortest coding: of all coders, or of one and plain packing."""
-    names = ("rans", "huffman") if coder == "auto" else (coder,)
+    # On large tensors rANS is within half a percent of the entropy, and much faster than Huffman.
+    every = ("rans", "huffman") if total < compress.LARGE else ("rans",)
+    names = every if coder == "auto" else (coder,)
     found = [compress.choose(alphabet, counts, total, compress.CODERS[name]) for name in names]
     return min(found, key=lambda c: c.expected_bits + (compress.SMALLEST_RANS if c.coder == compress.RANS else 0))
 

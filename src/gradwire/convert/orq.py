@@ -3,7 +3,8 @@
 An entry v in [b_k, b_{k+1}] goes up with probability (v − b_k)/(b_{k+1} − b_k); the expected squared error of a
 bucket is Σ(b_{k+1} − v)(v − b_k). The outer levels are its minimum and maximum, and an inner level b between lo and hi
 is best where #{v < b} = n − Σ(v − lo)/(hi − lo). The paper's greedy search solves the middle level first and recurs
-into both halves; `search=exact` finds the optimum of all levels together.
+into both halves; `search=polished` then solves each level once more between its neighbours, and `search=exact` finds
+the optimum of all levels together.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from ... import _native  # type: ignore[attr-defined]
 
 __all__ = ["assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 
-METHODS = ("greedy", "exact", "two", "pair")
+METHODS = ("greedy", "polished", "exact", "two", "pair")
 
 
 def _array(tensor: torch.Tensor | None) -> np.ndarray | None:

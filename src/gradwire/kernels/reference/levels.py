@@ -42,11 +42,11 @@ def search_levels(
 ) -> np.ndarray:  # fmt: skip
     """The best levels of every bucket, `limits` (fp32) cutting off its magnitudes first, as fp32.
 
-    `greedy` and `exact` (ORQ) and `two` (BinGrad-b) give all levels in ascending order, `pair` (BinGrad-pb) gives b.
-    A bucket with no more entries than levels has its own entries as levels, the last of them repeated.
+    `greedy`, `polished` and `exact` (ORQ) and `two` (BinGrad-b) give all levels in ascending order, `pair` (BinGrad-pb)
+    gives b. A bucket with no more entries than levels has its own entries as levels, the last of them repeated.
     """
     u = compensate(gradient, memory, decay).numpy()
-    search = {"greedy": orq_greedy, "exact": orq_exact, "two": bingrad_two, "pair": bingrad_pair}[method]
+    search = SEARCHES[method]
     out = np.empty((len(starts) - 1, 1 if method == "pair" else levels), dtype=np.float32)
     for i, row in enumerate(out):
         x = u[starts[i] : starts[i + 1]]
@@ -54,7 +54,7 @@ def search_levels(
             x = np.clip(x, -limits[i], limits[i])
         if method == "pair":
             x = np.abs(x)
-        if method != "greedy" or len(x) <= levels:
+        if method not in ("greedy", "polished") or len(x) <= levels:
             x = np.sort(x)
         if method != "pair" and len(x) <= levels:
             row[:] = np.append(x, np.repeat(x[-1], levels - len(x)))
@@ -69,26 +69,39 @@ def _prefix(x: np.ndarray) -> np.ndarray:
 
 
 def orq_greedy(x: np.ndarray, levels: int) -> np.ndarray:
-    """ORQ's greedy search (arXiv 2002.11082): the middle level between two others, then both halves.
-
-    Between lo and hi the expected error is convex and piecewise linear in b, with its kinks at the entries; its
-    slope changes sign where #{v < b} = n − Σ(v − lo)/(hi − lo). So b is an entry, and this is its rank. The sum is
-    over the entries of [lo, hi) in the bucket's own order, so that nobody needs to sort.
-    """
+    """ORQ's greedy search (arXiv 2002.11082): the middle level between two others, then both halves."""
     found = np.full(levels, x.min())
     found[-1] = x.max()
     span = levels - 1
     while span > 1:
         for left in range(0, levels - 1, span):
-            low, high = found[left], found[left + span]
-            inside = (x >= low) & (x < high)
-            n = int(inside.sum())
-            found[left + span // 2] = low
-            if n:
-                below = n - (_sum(np.where(inside, x, 0.0)) - n * low) / (high - low)
-                rank = int(min(max(np.ceil(below) - 1, 0), n - 1))
-                found[left + span // 2] = np.partition(x[inside], rank)[rank]
+            found[left + span // 2] = _best_between(x, found[left], found[left + span])
         span //= 2
+    return found
+
+
+def _best_between(x: np.ndarray, low: float, high: float) -> float:
+    """The best level between two others.
+
+    The expected error is convex and piecewise linear in b, with its kinks at the entries; its slope changes sign where
+    #{v < b} = n − Σ(v − lo)/(hi − lo). So b is an entry, and this is its rank. The sum is over the entries of [lo, hi)
+    in the bucket's own order, so that nobody needs to sort.
+    """
+    inside = (x >= low) & (x < high)
+    n = int(inside.sum())
+    if not n:
+        return low
+    below = n - (_sum(np.where(inside, x, 0.0)) - n * low) / (high - low)
+    rank = int(min(max(np.ceil(below) - 1, 0), n - 1))
+    return np.partition(x[inside], rank)[rank]
+
+
+def orq_polished(x: np.ndarray, levels: int) -> np.ndarray:
+    """The greedy levels, each inner one then solved once more between its neighbours: those of even number first."""
+    found = orq_greedy(x, levels)
+    for first in (2, 1):
+        for k in range(first, levels - 1, 2):
+            found[k] = _best_between(x, found[k - 1], found[k + 1])
     return found
 
 
@@ -152,6 +165,11 @@ def bingrad_pair(x: np.ndarray, levels: int = 2) -> np.ndarray:
     means = (sums[-1] - sums[:-1]) / n
     c = int(np.argmax(means <= x))  # the first; the last entry always is
     return np.array([max(means[c], x[c - 1]) if c else means[c]])
+
+
+SEARCHES = {
+    "greedy": orq_greedy, "polished": orq_polished, "exact": orq_exact, "two": bingrad_two, "pair": bingrad_pair
+}  # fmt: skip
 
 
 def assign_levels(
