@@ -108,10 +108,10 @@ class Worker:
         spec, sync_every = RUNS.get(options.one, (options.one, None))
         with meeting_lock:  # the global generator: one model at a time
             torch.manual_seed(options.seed)
-            model = ResNet18(10, options.width) if options.task == "cifar10" else task.build_model()
+            resnet18 = options.task == "cifar10" and options.model == "resnet18"
+            model = ResNet18(10, options.width) if resnet18 else task.build_model()
         self.model = model.to(self.device)
-        if self.device.type == "cuda":
-            self.model = self.model.to(memory_format=torch.channels_last)
+        self.model = self.model.to(memory_format=torch.channels_last)
         self.lr = options.lr or (0.2 if options.task == "cifar10" else task.defaults.lr)
         if options.task == "cifar10":
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -197,8 +197,9 @@ class Worker:
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.device)
-        if self.device.type != "cuda":
-            return self.model(inputs)
+        if self.device.type == "cpu":
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.options.bf16):
+                return self.model(inputs).float()
         with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
             return (self.replayed if self.model.training else self.model)(inputs).float()
 
@@ -321,6 +322,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--lr-warmup", type=float, default=0.2, help="share of the steps in which it rises")
+    parser.add_argument("--bf16", action="store_true", help="forward and backward in bfloat16; on a GPU always")
+    parser.add_argument("--model", default="resnet18", choices=["resnet18", "resnet20"], help="for cifar10")
     parser.add_argument("--width", type=int, default=64, help="of the ResNet-18's first stage")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which what still runs is stopped")

@@ -181,3 +181,17 @@ def test_side_information_leaves_small_tensors_their_symbols():
     assert nmse(gradwire.codec("ecq:rate=3").encode(tensor), tensor) < 4 * 4 ** (-3 * LEAST_SHARE)
     assert math.isfinite(nmse(gradwire.codec("ecq:rate=0.01").encode(tensor), tensor))
     assert np.isfinite(gradwire.decode(gradwire.codec("ecq").encode(tensor.half())).float().numpy()).all()
+
+
+def test_a_sample_that_misleads(backend):
+    """Everything that the sample does not see is a million times as large: the frame has room, nothing is lost."""
+    count = 100_000 if backend == "reference" else 200_000
+    index = kernels.sample(torch.arange(count, dtype=torch.float32), None, 0.0).long()
+    tensor = heavy(count, 9) * 1e6
+    tensor[index] /= 1e6
+    for spec in ("ecq", "ecq:nmse=0.05", "ecq:rounding=stochastic"):
+        memory = torch.zeros(count)
+        frame = encode_into(gradwire.codec(spec), tensor, residual=memory, decay=1.0)
+        sent = gradwire.decode(frame)
+        check_contract_3(sent, memory, tensor, torch.zeros(count), 1.0)
+        assert len(frame) < count * 4

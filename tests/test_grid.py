@@ -184,13 +184,16 @@ def test_non_finite_entries_in_the_fused_pass_leave_the_memory(backend):
         assert bits(memory) == bits(before) and frame[3] == 1 << 4
 
 
-def test_a_late_non_finite_entry_in_a_large_tensor_is_taken_back():
+@pytest.mark.parametrize("name", BACKENDS[1:])
+def test_a_late_non_finite_entry_in_a_large_tensor_is_taken_back(name):
     """Larger tensors are not looked through first: their memory comes back to rounding."""
     count = (1 << 22) + 100
+    torch.manual_seed(0)
     tensor, memory = torch.randn(count) ** 5, torch.randn(count)
     tensor[count - 1] = float("inf")
     before = memory.clone()
-    frame = encode_into(gradwire.codec("ecq"), tensor, residual=memory, decay=0.9)
+    with use_backend(name):
+        frame = encode_into(gradwire.codec("ecq"), tensor, residual=memory, decay=0.9)
     assert frame[3] == 1 << 4
     scale = tensor.abs().clamp(max=1e30) + before.abs()
-    assert bool(((memory - before).abs() <= 1e-6 * scale + 1e-30).all())
+    assert bool(((memory - before).abs() <= 1e-6 * scale).all())
