@@ -319,6 +319,26 @@ def resuming_bit_for_bit(rank: int) -> None:
         assert handle.stats()["steps"] == 10 - stop
 
 
+def states_are_copies(rank: int) -> None:
+    """What was saved stays what it was while the run goes on, the outer momentum too."""
+    handle = make("diloco:sync_every=2")
+    with handle:
+        for i in range(4):
+            step(handle, rank, i)
+        saved = handle.state_dict()
+        before = copy.deepcopy(saved)
+        step(handle, rank, 4)
+        step(handle, rank, 5)
+    other = make("diloco:sync_every=2")
+    other.load_state_dict(saved)
+    with other:
+        for i in range(4, 8):
+            step(other, rank, i)
+    for name, momentum in before["outer"]["state"].items():
+        assert torch.equal(momentum["momentum_buffer"], saved["outer"]["state"][name]["momentum_buffer"])
+    assert digest(saved["anchor"]) == digest(before["anchor"])
+
+
 def an_exception_at_the_beginning_of_a_round(rank: int) -> None:
     """The parameters are not common then, nor are buffers; entering again goes on as if nothing had happened."""
     digests = []
@@ -381,8 +401,8 @@ def unlike_specs_are_told(rank: int) -> None:
 
 SCENARIOS = [
     replicas_share_the_common_parameters, ahead_and_flush_by_hand, flush_sends_its_share_once, buffers_every_nth_sync,
-    resuming_bit_for_bit, an_exception_at_the_beginning_of_a_round, a_model_loaded_between_two_blocks_counts,
-    a_diverged_rank, unlike_specs_are_told,
+    resuming_bit_for_bit, states_are_copies, an_exception_at_the_beginning_of_a_round,
+    a_model_loaded_between_two_blocks_counts, a_diverged_rank, unlike_specs_are_told,
 ]  # fmt: skip
 
 

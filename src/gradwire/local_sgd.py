@@ -15,6 +15,7 @@ Ranks may take different numbers of steps: one that leaves the `with` block answ
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
 import zlib
@@ -301,7 +302,7 @@ class LocalSGD:
             "inside": self._inside,
             "anchor": {name: a.detach().cpu().clone() for name, a in self._anchor.items()},
             "buffers": {name: b.detach().cpu().clone() for name, b in self._buffers.common.items()},
-            "outer": self._outer.state_dict(),
+            "outer": copy.deepcopy(self._outer.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -319,7 +320,7 @@ class LocalSGD:
                 self._anchor[name].copy_(saved)
             for name, saved in state["buffers"].items():
                 self._buffers.common[name].copy_(saved)
-        self._outer.load_state_dict(state["outer"])
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch would go on writing to the caller's tensors
         self.steps = self._steps_before = int(state["local_steps"])
         self.pending = int(state["pending"])
         self._inside = self._resumed = bool(state["inside"])
