@@ -24,21 +24,8 @@ import numpy as np
 import torch
 
 import gradwire
-from helpers import (
-    DTYPES,
-    FLOATS,
-    SPECS,
-    assemble,
-    bits,
-    encode_into,
-    gradient,
-    plain_gammas,
-    plain_normalize,
-    plain_rans_encode,
-    plain_varint,
-    repair,
-    use_backend,
-)
+from helpers import DTYPES, FLOATS, SPECS, assemble, bits, encode_into, gradient, repair, use_backend
+from plain_coders import plain_gammas, plain_normalize, plain_rans_encode, plain_varint
 
 MAX_ELEMENTS = 4096
 LONGEST = 1 << 16

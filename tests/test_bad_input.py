@@ -11,7 +11,8 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
-from helpers import FLOATS, SPECS, bits, check_contract_3, check_same, encode_into, gradient, plain_decode
+from helpers import FLOATS, SPECS, bits, check_contract_3, check_same, encode_into, gradient
+from plain_decoder import plain_decode
 
 NONFINITE = 1
 

@@ -15,20 +15,9 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import FrameError, GradwireError
-from helpers import (
-    DTYPES,
-    FLOATS,
-    INTEGERS,
-    SPECS,
-    Plain,
-    bits,
-    check_contract_3,
-    check_same,
-    encode_into,
-    gradient,
-    plain_decode,
-    plain_random,
-)
+from helpers import DTYPES, FLOATS, INTEGERS, SPECS, bits, check_contract_3, check_same, encode_into, gradient
+from plain_coders import plain_random
+from plain_decoder import Plain, plain_decode
 
 STOCHASTIC = "co3:rounding=stochastic"
 

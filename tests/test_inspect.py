@@ -23,7 +23,8 @@ import gradwire
 from gradwire import wire
 from gradwire.cli import inspect as command
 from gradwire.inspection import frames, tensor_files, tensors
-from helpers import encode_into, gradient, plain_decode, repair
+from helpers import encode_into, gradient, repair
+from plain_decoder import plain_decode
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command()(command.inspect)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 import gradwire
 from gradwire import FrameError, wire
 from gradwire.fields import Reader, varint
-from helpers import DTYPES, SPECS, assemble, bits, gradient, plain_decode, plain_varint, repair
+from helpers import DTYPES, SPECS, assemble, bits, gradient, repair
+from plain_coders import plain_varint
+from plain_decoder import plain_decode
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
