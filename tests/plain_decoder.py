@@ -186,7 +186,7 @@ def _levels(found: Plain, at: Bytes) -> torch.Tensor:
     bucket, s, found.table = at.varint(), at.byte(), at.byte()
     segments = [at.varint() for _ in range(at.varint())] if found.flags & SEGMENTED else [found.count]
     sizes = [min(bucket or n, n - start) for n in segments for start in range(0, n, bucket or n)]
-    rows = [[plain_value(x, 1.0, found.dtype) for x in _levels_of(found.table, s, n, at)] for n in sizes]
+    rows = [[limited(x, found.dtype) for x in _levels_of(found.table, s, n, at)] for n in sizes]
     found.buckets = [(n, [float(x) for x in row]) for row, n in zip(rows, sizes, strict=True)]
     found.levels = np.arange(s)
     read_symbols(found, at, found.count, s, s // 2)
