@@ -5,7 +5,7 @@ error that they must raise. They hold the code to docs/wire-format.md: tests rea
     python scripts/make_golden.py --write            write what is not there yet
     python scripts/make_golden.py --write --force    replace what is there: only with a new version of the wire format
 
-The values come from the plain decoder in tests/helpers.py, not from gradwire's; both must agree here already.
+The values come from the plain decoder in tests/plain_decoder.py, not from gradwire's; both must agree here already.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests/golden"
 sys.path.insert(0, str(ROOT / "tests"))
 
+import golden_families  # noqa: E402
 import gradwire  # noqa: E402
 import helpers  # noqa: E402
-from helpers import DTYPES, FLOATS, assemble, bits, encode_into, plain_decode, plain_varint, repair  # noqa: E402
+import plain_coders  # noqa: E402
+from golden_families import name_of, numbers  # noqa: E402
+from helpers import DTYPES, FLOATS, assemble, bits, encode_into, repair  # noqa: E402
+from plain_coders import plain_varint  # noqa: E402
+from plain_decoder import plain_decode  # noqa: E402
 
 RAW, CONSTANT, HUFFMAN, RANS = 0, 1, 2, 3
 GENNORM, HISTOGRAM = 1, 2
@@ -36,22 +41,11 @@ FP4, STEP_1 = bytes([0]), bytes([0x80, 0x3F])
 COUNTS = [1, 3, 9, 20, 50, 100, 50, 20, 9, 3, 1]  # of fp4's symbols
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def numbers(count: int, seed: int = 0) -> torch.Tensor:
-    """Laplacian numbers, as gradients are, without a random generator."""
-    x = (torch.arange(1, count + 1, dtype=torch.int64) + 1000 * seed) * 2654435761 % 2**32
-    u = (2 * x.double() + 1) / 2**32 - 1
-    return (u.sign() * -torch.log(1 - u.abs()) * 0.01).float()
-
-
 # ── valid ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def valid() -> dict[str, bytes]:
-    return {**stored(), **casts(), **minifloats(), **segmented(), **layouts()}
+    return {**stored(), **casts(), **minifloats(), **segmented(), **layouts(), **golden_families.valid()}
 
 
 def stored() -> dict[str, bytes]:
@@ -125,12 +119,13 @@ def layouts() -> dict[str, bytes]:
 
 
 def rans_frame(precision: int, lane_bits: int, count: int, chunks: int = 1) -> bytes:
-    f = helpers.plain_normalize(COUNTS, precision)
+    f = plain_coders.plain_normalize(COUNTS, precision)
     symbols = symbols_of(f, count)
     size = -(-count // (64 * chunks)) * 64
     assert -(-count // size) == chunks
     coded = [
-        helpers.plain_rans_encode(symbols[i : i + size], f, precision, 1 << lane_bits) for i in range(0, count, size)
+        plain_coders.plain_rans_encode(symbols[i : i + size], f, precision, 1 << lane_bits)
+        for i in range(0, count, size)
     ]
     return assemble(FP4 + STEP_1 + rans_head(f, precision) + rans_body(lane_bits, coded), (count,), 1)
 
@@ -141,7 +136,7 @@ def symbols_of(f: list[int], count: int) -> list[int]:
 
 
 def rans_head(f: list[int], precision: int, coder: int = RANS) -> bytes:
-    return bytes([coder | HISTOGRAM << 2 | precision << 4]) + helpers.plain_gammas(f[:5] + f[6:])
+    return bytes([coder | HISTOGRAM << 2 | precision << 4]) + plain_coders.plain_gammas(f[:5] + f[6:])
 
 
 def rans_body(lane_bits: int, coded: list[bytes]) -> bytes:
@@ -155,7 +150,8 @@ def rans_body(lane_bits: int, coded: list[bytes]) -> bytes:
 
 
 def damaged() -> dict[str, tuple[bytes, str]]:
-    return {**damaged_headers(), **damaged_payloads(), **damaged_symbols(), **damaged_rans()}
+    families = golden_families.damaged()
+    return {**damaged_headers(), **damaged_payloads(), **damaged_symbols(), **damaged_rans(), **families}
 
 
 def damaged_headers() -> dict[str, tuple[bytes, str]]:
@@ -173,11 +169,11 @@ def damaged_headers() -> dict[str, tuple[bytes, str]]:
         "magic": (edited(0, ord("g")), "wrong magic"),
         "version-0": (edited(2, 0), "frame has version 0"),
         "version-2": (edited(2, 2), "frame has version 2; this gradwire reads version 1: upgrade it"),
-        "codec-3": (edited(3, 3), "unknown codec 3"),
+        "codec-7": (edited(3, 7), "unknown codec 7"),
         "codec-15": (edited(3, 15), "unknown codec 15"),
         "flag-6": (edited(3, 1 | 1 << 6), "unknown flags"),
         "flag-7": (edited(3, 1 | 1 << 7), "unknown flags"),
-        "stored-segmented": (assemble(none[11:], (3,), 0, flags=SEGMENTED), "only minifloat frames have segments"),
+        "stored-segmented": (assemble(none[11:], (3,), 0, flags=SEGMENTED), "a frame of this codec has no segments"),
         "dtype-10": (edited(4, 10 | 1 << 4), "unknown dtype 10"),
         "checksum": (good[:5] + bytes([good[5] ^ 1]) + good[6:], "checksum mismatch"),
         "length-not-shortest": (repair(none[:9] + bytes([12 | 128, 0]) + none[10:]), "shortest form"),
@@ -272,10 +268,10 @@ def damaged_symbols() -> dict[str, tuple[bytes, str]]:
 
 
 def damaged_rans() -> dict[str, tuple[bytes, str]]:
-    f = helpers.plain_normalize(COUNTS, 12)
+    f = plain_coders.plain_normalize(COUNTS, 12)
     symbols = symbols_of(f, 140)
-    coded = [helpers.plain_rans_encode(symbols[i : i + 64], f, 12, 4) for i in range(0, 140, 64)]
-    one = helpers.plain_rans_encode(symbols, f, 12, 4)
+    coded = [plain_coders.plain_rans_encode(symbols[i : i + 64], f, 12, 4) for i in range(0, 140, 64)]
+    one = plain_coders.plain_rans_encode(symbols, f, 12, 4)
 
     def frame(body: bytes, count: int = 140) -> tuple[bytes, str]:
         return assemble(FP4 + STEP_1 + rans_head(f, 12) + body, (count,), 1), "rans"

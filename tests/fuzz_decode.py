@@ -24,21 +24,8 @@ import numpy as np
 import torch
 
 import gradwire
-from helpers import (
-    DTYPES,
-    FLOATS,
-    SPECS,
-    assemble,
-    bits,
-    encode_into,
-    gradient,
-    plain_gammas,
-    plain_normalize,
-    plain_rans_encode,
-    plain_varint,
-    repair,
-    use_backend,
-)
+from helpers import DTYPES, FLOATS, SPECS, assemble, bits, encode_into, gradient, repair, use_backend
+from plain_coders import plain_gammas, plain_normalize, plain_rans_encode, plain_varint
 
 MAX_ELEMENTS = 4096
 LONGEST = 1 << 16
@@ -47,12 +34,16 @@ SPARSE = (
     "topk:p=0.1,values=fp16,positions=rans", "topk:p=0.6", "topk:p=0.2,values=fp4",
     "topk:p=0.5,values=fp8,positions=rans",
 )  # fmt: skip
-MORE = ("co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman")
+MORE = (
+    "co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman", "terngrad:coder=raw",
+    "tinyscript:levels=30", "countsketch:rows=1,p=1",
+)  # fmt: skip
+GOLDEN = Path(__file__).parent / "golden/valid"
 
 
 def valid_frames() -> list[bytes]:
-    """A few hundred frames of all codecs, coders, models and dtypes, of one to a thousand entries."""
-    frames = []
+    """A thousand frames of all codecs, coders, models and dtypes, of one to a thousand entries; golden ones too."""
+    frames = [path.read_bytes() for path in sorted(GOLDEN.glob("*.frame"))]
     for n, spec in enumerate([*SPECS, *MORE, *SPARSE]):
         codec = gradwire.codec(spec)
         for count in (1, 9, 40, 150, 1000):

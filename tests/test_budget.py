@@ -7,6 +7,7 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
+from gradwire.aggregate.pieces import parse_spec, recipe_of
 from gradwire.budget import SMALL, Layer
 from helpers import encode_into
 from test_grid import heavy
@@ -53,7 +54,7 @@ def slope(name: str, rate: float) -> float:
 
 
 def rate_of(spec: str) -> float:
-    return gradwire.catalogue._split("ecq", spec.partition(":")[2])["rate"]
+    return gradwire.catalogue.recipe(spec).values["rate"]
 
 
 def test_a_bit_buys_the_same_in_every_layer():
@@ -122,6 +123,6 @@ def test_impossible_budgets_name_the_least():
 
 def test_zeros_and_riches():
     spec = gradwire.allocate({"zeros": torch.zeros(10_000), "a[0].w": heavy(5000)}, 10**6)
-    assert rate_of(spec["a[[]0].w"]) == "8.0"  # names are patterns to ddp.attach: brackets are escaped
-    assert isinstance(gradwire.ddp.State(spec)._recipe_of("a[0].w"), gradwire.catalogue.Recipe)
+    assert rate_of(spec["a[[]0].w"]) == 8  # names are patterns to ddp.attach: brackets are escaped
+    assert str(recipe_of("a[0].w", parse_spec(spec))) == spec["a[[]0].w"]
     assert Layer(["x"], torch.zeros(5000), (), torch.empty(0).numpy(), torch.empty(0).numpy()).rate(1.0) == 0.001

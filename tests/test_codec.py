@@ -15,20 +15,9 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import FrameError, GradwireError
-from helpers import (
-    DTYPES,
-    FLOATS,
-    INTEGERS,
-    SPECS,
-    Plain,
-    bits,
-    check_contract_3,
-    check_same,
-    encode_into,
-    gradient,
-    plain_decode,
-    plain_random,
-)
+from helpers import BACKENDS, DTYPES, FLOATS, INTEGERS, SPECS, bits, check_contract_3, check_same, encode_into, gradient
+from plain_coders import plain_random
+from plain_decoder import Plain, plain_decode
 
 STOCHASTIC = "co3:rounding=stochastic"
 
@@ -181,8 +170,8 @@ def test_frames_take_what_their_symbols_are_worth(backend, spec, beta):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("count", [0, 5, 500, 70_000])
 def test_encode_into_writes_what_encode_returns(backend, spec, count):
-    if backend == "reference":
-        count = min(count, 5000)
+    if backend != BACKENDS[-1]:
+        count = min(count, 3000)
     codec, tensor = gradwire.codec(spec), gradient(count)
     assert encode_into(codec, tensor, seed=3) == codec.encode(tensor, seed=3)
     assert encode_into(codec, tensor, seed=3, residual=torch.zeros(count)) == codec.encode(tensor, seed=3)
@@ -236,7 +225,8 @@ def test_what_is_not_sent_is_remembered(backend, spec, dtype):
     codec, count, decay = gradwire.codec(spec), 90, 1.0 if "fp8" in spec else 0.9
     memory = torch.zeros(count)
     left, right, bound = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
-    thorough = backend != "reference" or spec in ("none", "bf16", "co3")
+    # All instruction sets write the same frames and memory (test_native and others): one of them goes all the way.
+    thorough = backend == BACKENDS[-1] or spec in ("none", "bf16", "co3")
     for t in range(50 if thorough else 10):
         grad, before = (gradient(count, t) * 2.0 ** (t % 7)).to(dtype), memory.clone()
         frame = encode_into(codec, grad, residual=memory, decay=decay, seed=t)

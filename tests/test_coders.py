@@ -20,17 +20,8 @@ from gradwire.fields import Reader
 from gradwire.formats import parse_format
 from gradwire.kernels import reference
 from gradwire.models import gennorm, histogram
-from helpers import (
-    NO_NATIVE,
-    bits,
-    gradient,
-    native,
-    plain_code_lengths,
-    plain_huffman_decode,
-    plain_random,
-    plain_rans_decode,
-    plain_rans_encode,
-)
+from helpers import NO_NATIVE, bits, gradient, native
+from plain_coders import plain_code_lengths, plain_huffman_decode, plain_random, plain_rans_decode, plain_rans_encode
 
 LANES = [1, 2, 4, 8, 16, 32, 64]
 

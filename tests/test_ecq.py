@@ -172,7 +172,7 @@ def test_frames_can_be_taken_apart():
         encode_into(gradwire.codec("ecq"), heavy(300), segments=[100, 200]),
     ):
         report = describe(frame)
-        assert report.codec == "ecq" and report.frame_bytes == len(frame) and report.format.startswith("grid of ")
+        assert report.codec == "grid" and report.frame_bytes == len(frame) and report.format.startswith("grid of ")
     assert len(report.steps) == 2
 
 

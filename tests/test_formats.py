@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from gradwire import SpecError, kernels
 from gradwire.convert.minifloat import values
 from gradwire.formats import PRESETS, SPECIALS, Format, parse_format
-from helpers import FORMAT_NAMES, FORMATS, plain_magnitudes
+from plain_coders import FORMAT_NAMES
+from plain_decoder import FORMATS, plain_magnitudes
 
 COUNTS = {"fp4": 11, "fp8": 247, "e2m1": 15, "e4m3": 253, "e5m2": 247, "e4m3b10": 239}
 CUSTOM = (

@@ -18,7 +18,7 @@ from gradwire import FrameError, kernels
 from gradwire.convert import minifloat
 from gradwire.formats import PRESETS, parse_format
 from gradwire.models import gennorm, histogram
-from helpers import plain_gammas, plain_normalize
+from plain_coders import plain_gammas, plain_normalize
 
 FP4 = parse_format("fp4")
 TABLES_SHA256 = "a08c6ecdc7c04cfda94e75ed887868a722dc77f0c150b0eb747aa6f03612f9af"

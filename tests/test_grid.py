@@ -13,7 +13,8 @@ from gradwire import FrameError, kernels
 from gradwire.convert.grid_search import SHIFTS, Curve
 from gradwire.convert.outliers import read_outliers, write_outliers
 from gradwire.kernels import reference
-from helpers import BACKENDS, bits, encode_into, gradient, plain_decode, repair, use_backend
+from helpers import BACKENDS, bits, encode_into, gradient, repair, use_backend
+from plain_decoder import plain_decode
 
 FLOAT_MAX = reference.FLOAT_MAX
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -23,7 +24,8 @@ import gradwire
 from gradwire import wire
 from gradwire.cli import inspect as command
 from gradwire.inspection import frames, tensor_files, tensors
-from helpers import encode_into, gradient, plain_decode, repair
+from helpers import assemble, encode_into, gradient, repair
+from plain_decoder import plain_decode
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command()(command.inspect)
@@ -97,6 +99,52 @@ def test_frame_report_says_what_the_bytes_say(spec: str) -> None:
         assert report.beta == pytest.approx(0.1 * 40 ** (index / 127))
         assert report.zero_mass == zero_mass / 256
         assert report.model_bytes == 3
+
+
+FAMILIES = {
+    "orq:levels=9,bucket=700": {"levels": 9, "bucket": 700, "buckets": 5, "table": "explicit, bfloat16"},
+    "linear:levels=2,bucket=0,precision=fp16": {"levels": 2, "bucket": "whole", "table": "even, float16"},
+    "signsgd": {"levels": 2, "bucket": 512, "buckets": 6, "table": "symmetric, bfloat16"},
+    "sbc": {"sent": 30, "values": "one value", "value bytes": 4},
+    "stc:k=100,positions=rans": {"sent": 100, "values": "one magnitude and signs", "value bytes": 17},
+    "topk:values=fp16": {"sent": 30, "values": "fp16", "value bytes": 60},
+    "topk:values=fp8": {"sent": 30, "values": "minifloat"},
+    "countsketch": {"rows": 3, "columns": 100, "kept": 30, "cells": "fp32"},
+    "ecq": {},
+}
+
+
+@pytest.mark.parametrize("spec", FAMILIES)
+def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
+    frame = gradwire.codec(spec).encode(gradient(3000).view(30, 100))
+    report, plain = frames.describe(frame), plain_decode(frame)
+    assert report.codec == ["stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch"][plain.codec]
+    assert report.details.items() >= FAMILIES[spec].items()
+    assert (report.header_bytes, report.frame_bytes) == (plain.header_bytes, len(frame))
+    if report.codec == "sparse":
+        used = report.details["position bytes"]
+        assert used == len(plain.payload) - report.side_bytes - report.details["value bytes"]
+        assert report.details["bits per position"] == pytest.approx(8 * used / len(plain.positions), abs=1e-3)
+        assert report.coder == ("classes" if plain.kind >> 4 else "golomb")
+    elif report.codec != "sketch":
+        assert report.coder == CODERS[plain.coder]
+        assert (report.frequencies or []) == plain.frequencies
+    text = inspect(write(tmp_path / "a.gw", frame))
+    assert all(name in text for name in report.details)
+
+
+@pytest.mark.parametrize("spec", ["orq:coder=raw", "sbc:positions=rans", "stc", "countsketch", "ecq"])
+def test_damaged_frames_are_described_or_refused(spec: str) -> None:
+    """Whatever a frame with a right checksum says, only FrameError comes of it."""
+    frame = gradwire.codec(spec).encode(gradient(300))
+    header = wire.read_header(memoryview(frame))
+    for at in range(header.length, min(len(frame), header.length + 60)):
+        for value in (0, 1, 127, 255):
+            with contextlib.suppress(gradwire.FrameError):
+                frames.describe(repair(frame[:at] + bytes([value]) + frame[at + 1 :]))
+    huge = bytes([3, 0x10, 0, 2, 1, 0]) + bytes(4)  # would be valid, but no one can hold it
+    with pytest.raises(gradwire.FrameError, match="too many"):
+        frames.describe(assemble(huge, (2**47,), 5))
 
 
 def test_bytes_of_a_rans_frame() -> None:

@@ -25,11 +25,11 @@ from helpers import (
     encode_into,
     gradient,
     native,
-    plain_decode,
-    plain_varint,
     repair,
     use_backend,
 )
+from plain_coders import plain_varint
+from plain_decoder import plain_decode
 
 SPECS = (
     "bingrad", "bingrad:form=pb,precision=fp16", "orq", "orq:levels=9,search=exact,precision=fp32,bucket=100",

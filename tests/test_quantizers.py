@@ -12,7 +12,8 @@ import torch
 
 import gradwire
 from gradwire.convert.tinyscript import SHAPES, unit_levels
-from helpers import bits, gradient, plain_decode
+from helpers import bits, gradient
+from plain_decoder import plain_decode
 
 RNG = np.random.default_rng(7)
 SOURCES = {

@@ -10,16 +10,9 @@ import torch
 
 import gradwire
 from gradwire.convert import sketch
-from helpers import (
-    FLOATS,
-    assemble,
-    check_contract_3,
-    check_same,
-    encode_into,
-    gradient,
-    plain_decode,
-    plain_varint,
-)
+from helpers import FLOATS, assemble, check_contract_3, check_same, encode_into, gradient
+from plain_coders import plain_varint
+from plain_decoder import plain_decode
 
 SPECS = ("countsketch", "countsketch:ratio=2,rows=5,p=0.5,precision=fp16", "countsketch:ratio=1,rows=1,p=1")
 

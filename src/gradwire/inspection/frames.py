@@ -2,71 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
 import numpy as np
 
 from .. import codecs, compress, wire
-from ..compress import rans
 from ..convert import ecq, minifloat
 from ..errors import FrameError
 from ..fields import Reader
-from ..formats import Format
 from ..models import gennorm
+from .frame_families import describe_levels, describe_sketch, describe_sparse
+from .frame_report import FrameReport, describe_symbols
 
 FLAGS = {wire.NONFINITE: "non-finite", wire.SEGMENTED: "segmented"}
-CODERS = {number: name for name, number in compress.CODERS.items()} | {compress.CONSTANT: "constant"}
-MODELS = {compress.NO_MODEL: None, compress.GENNORM: "gennorm", compress.HISTOGRAM: "histogram"}
-
-
-@dataclass
-class FrameReport:
-    """Fields that a codec does not have are None."""
-
-    version: int
-    codec: str
-    dtype: str
-    shape: tuple[int, ...]
-    flags: list[str]
-    header_bytes: int
-    symbol_bytes: int  # all of the payload, where nothing below is counted
-    dense_bytes: int
-    side_bytes: int = 0  # format and steps
-    model_bytes: int = 0  # how symbols are coded: the coding byte and the model's parameters
-    lane_bytes: int = 0  # the layout of rANS and the final states
-    format: str | None = None
-    steps: list[float] = field(default_factory=list)  # one; one per segment if segmented
-    coder: str | None = None
-    model: str | None = None
-    beta: float | None = None
-    zero_mass: float | None = None
-    frequencies: list[int] | None = None
-    precision: int | None = None
-    lanes: int | None = None
-    chunks: int | None = None
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def frame_bytes(self) -> int:
-        return self.header_bytes + self.side_bytes + self.model_bytes + self.lane_bytes + self.symbol_bytes
-
-    @property
-    def bits_per_entry(self) -> float | None:
-        return 8 * self.frame_bytes / self.elements if self.elements else None
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller than the tensor as it is."""
-        return self.dense_bytes / self.frame_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        derived = ("elements", "frame_bytes", "bits_per_entry", "ratio")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch")  # in the order of the wire
+LIMITED = {wire.LEVELS: describe_levels, wire.SPARSE: describe_sparse, wire.SKETCH: describe_sketch}
 
 
 def describe(frame: bytes | memoryview) -> FrameReport:
@@ -74,8 +22,7 @@ def describe(frame: bytes | memoryview) -> FrameReport:
     header, payload = codecs.open_frame(codecs.as_bytes(frame))
     report = FrameReport(
         version=wire.VERSION,
-        # One codec, one file: the decoder's module carries the codec's name.
-        codec=codecs.DECODERS[header.codec].__module__.rpartition(".")[2],
+        codec=NAMES[header.codec],
         dtype=str(header.dtype).removeprefix("torch."),
         shape=header.shape,
         flags=[name for bit, name in FLAGS.items() if header.flags & bit],
@@ -87,6 +34,11 @@ def describe(frame: bytes | memoryview) -> FrameReport:
         _describe_minifloat(report, header, payload)
     elif header.codec == wire.GRID:
         _describe_grid(report, header, payload)
+    elif header.codec in LIMITED:
+        # Reading these takes time and memory in proportion to their entries: as many as `decode` would allow.
+        if header.elements > max(codecs.DEFAULT_LIMIT, codecs.ELEMENTS_PER_BYTE * len(payload)):
+            raise FrameError(f"frame declares {header.elements} elements: too many to look into")
+        LIMITED[header.codec](report, header, payload)
     return report
 
 
@@ -95,7 +47,7 @@ def _describe_minifloat(report: FrameReport, header: wire.Header, payload: np.nd
     fmt = minifloat.read_format(reader)
     report.format, report.steps = str(fmt), _read_steps(reader, header)
     report.side_bytes = reader.position
-    _describe_symbols(report, header, reader, fmt)
+    describe_symbols(report, header, reader, fmt)
     if report.model == "gennorm":
         index, zero_mass = payload[report.side_bytes + 1 : report.side_bytes + report.model_bytes].tolist()
         report.beta, report.zero_mass = float(gennorm.BETAS[index]), zero_mass / gennorm.ZERO_STEPS
@@ -110,33 +62,15 @@ def _describe_grid(report: FrameReport, header: wire.Header, payload: np.ndarray
         raise FrameError("frame is cut short")
     report.side_bytes = reader.position
     symbols = Reader(payload.data[: len(payload) - outliers], reader.position)
-    _describe_symbols(report, header, symbols, compress.Alphabet(2 * largest + 1, largest))
+    describe_symbols(report, header, symbols, compress.Alphabet(2 * largest + 1, largest))
     report.symbol_bytes += outliers
+    report.details = {"outlier bytes": outliers}
 
 
 def _read_steps(reader: Reader, header: wire.Header) -> list[float]:
     if header.flags & wire.SEGMENTED:
         return [step for _, step in minifloat.read_segments(reader, header.elements)]
     return [minifloat.read_step(reader)]
-
-
-def _describe_symbols(
-    report: FrameReport, header: wire.Header, reader: Reader, alphabet: Format | compress.Alphabet
-) -> None:
-    coding = compress.read_head(reader, alphabet)
-    report.model_bytes = reader.position - report.side_bytes
-    report.coder, report.model = CODERS[coding.coder], MODELS[coding.model]
-    if coding.frequencies is not None:
-        report.precision, report.frequencies = coding.precision, coding.frequencies.tolist()
-    report.symbol_bytes = len(reader.data) - reader.position
-    if coding.coder == compress.RANS:
-        lane_bits, lengths, body = rans.read_head(reader.rest(), header.elements)
-        report.lanes, report.chunks = 1 << lane_bits, len(lengths)
-        states = 3 * report.lanes * report.chunks
-        if len(body) < states:
-            raise FrameError("rans chunk is cut short")
-        report.lane_bytes = report.symbol_bytes - len(body) + states
-        report.symbol_bytes -= report.lane_bytes
 
 
 def describe_message(message: bytes, limit: int = 0) -> tuple[list[FrameReport], int]:

@@ -8,7 +8,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from .frames import FrameReport
+from .frame_report import FrameReport
 from .tensors import TensorReport
 
 FAMILIES = {"normal": "Normal", "laplace": "Laplace", "gennorm": "GenNorm"}
@@ -72,7 +72,7 @@ def _one_frame(r: FrameReport) -> Table:
         "shape": shape(r.shape), "flags": ", ".join(r.flags) or "none", "step": _steps(r),
         "coder": r.coder, "model": r.model, "precision": r.precision and f"{r.precision} bits",
         "β": r.beta and number(r.beta), "zero mass": None if r.zero_mass is None else number(r.zero_mass),
-        "histogram": _frequencies(r), "lanes": r.lanes, "chunks": r.chunks,
+        "histogram": _frequencies(r), "lanes": r.lanes, "chunks": r.chunks, **r.details,
     }  # fmt: skip
     sections = zip(SECTIONS, _sections(r), strict=True)
     fields |= {f"{name} bytes": f"{count:,}" for name, count in sections if count}

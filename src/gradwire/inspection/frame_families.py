@@ -1,0 +1,78 @@
+"""What frames of levels, of sparse tensors and of sketches say of themselves."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from .. import compress, wire
+from ..compress import positions
+from ..convert import level_numbers, levels, sketch
+from ..errors import FrameError
+from ..fields import Reader
+from .frame_report import FrameReport, describe_symbols
+
+TABLES = {levels.EXPLICIT: "explicit", levels.EVEN: "even", levels.SYMMETRIC: "symmetric"}
+VALUES = ("one value", "one magnitude and signs", "fp32", "fp16", "bf16", "minifloat")
+
+
+def describe_levels(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+    reader = Reader(payload.data)
+    layout, count, kind, precision = levels.read_side(reader, header)
+    level_numbers.read_numbers(reader, layout.sizes, levels.widths(kind, count), precision)
+    report.format = f"{count} levels"
+    report.side_bytes = reader.position
+    describe_symbols(report, header, reader, compress.Alphabet(count, count // 2))
+    report.details = {
+        "levels": count,
+        "bucket": layout.bucket or "whole",
+        "buckets": len(layout.sizes),
+        "table": f"{TABLES[kind]}, {str(precision).removeprefix('torch.')}",
+    }
+
+
+def describe_sparse(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+    """Positions and values both count as symbols; the coder is that of the positions."""
+    reader = Reader(payload.data)
+    sent = reader.varint(header.elements)
+    report.format, report.details = f"{sent} sent", {"sent": sent}
+    if sent:
+        kind = reader.byte()
+        if kind & 15 >= len(VALUES):
+            raise FrameError("damaged values of a sparse frame")
+        start = reader.position
+        positions.read(reader, kind >> 4, sent, header.elements)
+        used = reader.position - start
+        report.coder, parameter = (("golomb", "b"), ("classes", "m"))[kind >> 4]
+        report.side_bytes = start
+        report.details |= {
+            "values": VALUES[kind & 15],
+            "positions": f"{report.coder}, {parameter} = {payload[start]}",
+            "bits per position": round(8 * used / sent, 3),
+            "position bytes": used,
+            "value bytes": len(payload) - reader.position,
+        }
+    report.symbol_bytes = len(payload) - report.side_bytes
+
+
+def describe_sketch(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+    reader = Reader(payload.data)
+    table, columns, kept = reader.byte(), reader.varint(header.elements), reader.varint(header.elements)
+    scale, seed = struct.unpack("<fQ", reader.take(12))
+    rows, precision = table & 15, table >> 4
+    names = tuple(sketch.PRECISIONS)
+    if rows not in sketch.ROWS or precision >= len(names):
+        raise FrameError("invalid sketch")
+    report.format, report.side_bytes = f"{rows}×{columns}", reader.position
+    report.symbol_bytes = len(reader.rest())
+    if report.symbol_bytes != rows * columns * sketch.PRECISIONS[names[precision]].itemsize:
+        raise FrameError("invalid sketch")
+    report.details = {
+        "rows": rows,
+        "columns": columns,
+        "kept": kept,
+        "cells": names[precision],
+        "scale": scale,
+        "seed": seed,
+    }
