@@ -13,6 +13,7 @@ namespace {
 
 // Python's view of a format and step: (min_exponent, mantissa, zero_symbol, top_index, has_sign, largest).
 Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, std::optional<uint64_t> seed) {
+    require(fmt.size() == 6, "a format has six numbers");
     Quantizer q{};
     q.min_exponent = nb::cast<int>(fmt[0]);
     q.mantissa = nb::cast<int>(fmt[1]);
@@ -26,7 +27,11 @@ Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, 
     q.symbols = int(values.size());
     q.stochastic = seed.has_value();
     q.seed = seed.value_or(0);
-    require(q.symbols == q.zero_symbol + q.top_index + 1 && q.symbols <= kMaxSymbols, "values do not fit the format");
+    // Exponents stay in range while a is rounded, and no symbol lies outside the values.
+    require(q.mantissa >= 0 && q.mantissa <= 7 && q.min_exponent >= -100 && q.min_exponent <= 100, "bad format");
+    require(q.largest >= 0 && q.largest <= 0x1p100f && q.top_index >= 0 && q.zero_symbol >= 0, "bad format");
+    require(!q.has_sign || q.zero_symbol >= q.top_index, "bad format");
+    require(q.symbols <= kMaxSymbols && q.symbols == q.zero_symbol + q.top_index + 1, "values do not fit the format");
     return q;
 }
 
@@ -50,10 +55,10 @@ std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optio
     require_lanes(lanes);
     require(chunk > 0 && s.count > 0, "empty");
     require(table->symbols == q.symbols, "frequencies do not fit the format");
-    size_t chunks = (s.count + chunk - 1) / chunk;
-    require(out.size() >= rans_bound(s.count, lanes, chunks), "out is too small");
+    chunk = std::min(chunk, s.count);
+    require(out.size() >= rans_bound(s.count, lanes, chunks_of(s.count, chunk)), "out is too small");
     nb::gil_scoped_release release;
-    std::unique_ptr<uint8_t[]> scratch(new uint8_t[std::min(chunk, s.count)]);
+    std::unique_ptr<uint8_t[]> scratch(new uint8_t[chunk]);
     std::vector<size_t> lengths;
     uint8_t* p = out.data();
     for (size_t i = 0; i < s.count; i += chunk) {
@@ -71,8 +76,9 @@ std::vector<size_t> rans_encode(Bytes symbols, Ints frequencies, int precision, 
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
     require(chunk > 0, "empty chunks");
-    const size_t n = symbols.size(), chunks = (n + chunk - 1) / chunk;
-    require(out.size() >= rans_bound(n, lanes, chunks), "out is too small");
+    const size_t n = symbols.size();
+    chunk = std::min(chunk, std::max<size_t>(n, 1));
+    require(out.size() >= rans_bound(n, lanes, chunks_of(n, chunk)), "out is too small");
     uint8_t largest = 0;
     for (size_t i = 0; i < n; i++) largest = std::max(largest, symbols.data()[i]);
     require(largest < table->symbols, "symbol out of range");
@@ -92,7 +98,9 @@ bool rans_decode_all(Bytes body, const std::vector<size_t>& lengths, Ints freque
                      size_t chunk, size_t count, Sink sink, TargetOf target) {
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
-    require(chunk > 0 && count > 0 && lengths.size() == (count + chunk - 1) / chunk, "wrong number of chunks");
+    require(chunk > 0 && count > 0, "empty");
+    chunk = std::min(chunk, count);
+    require(lengths.size() == chunks_of(count, chunk), "wrong number of chunks");
     size_t total = 0;
     for (size_t n : lengths) {
         require(n <= body.size() - total, "chunks are longer than the body");
@@ -150,7 +158,7 @@ NB_MODULE(_native, m) {
     });
     m.def("sample", [](Floats gradient, std::optional<Floats> memory, float decay, size_t runs, size_t length, FloatsOut out) {
         require(!memory || memory->size() == gradient.size(), "memory has the wrong size");
-        require(runs && out.size() == runs * length && gradient.size() / runs >= length, "sample is too large");
+        require(runs && length && out.size() == runs * length && gradient.size() / runs >= length, "sample is too large");
         sample(gradient.data(), memory ? memory->data() : nullptr, decay, gradient.size(), runs, length, out.data());
     }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"), nb::arg("out"));
     m.def("squared_errors", [](Floats u, std::vector<float> steps, nb::tuple fmt, Floats values) {

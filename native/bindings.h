@@ -51,6 +51,9 @@ inline void require_lanes(int lanes) {
     require(lanes >= 1 && lanes <= kMaxLanes && !(lanes & (lanes - 1)), "lanes must be a power of two up to 64");
 }
 
+// Of `chunk` entries each, the last may be shorter; `chunk` is not more than there are, so that nothing overflows.
+inline size_t chunks_of(size_t count, size_t chunk) { return (count + chunk - 1) / chunk; }
+
 // Each family of kernels adds its own functions to the module.
 void bind_grid(nb::module_& m);
 void bind_levels(nb::module_& m);

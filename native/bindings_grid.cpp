@@ -51,12 +51,13 @@ nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<Floa
     require_lanes(lanes);
     require(chunk > 0 && s.count > 0, "empty");
     require(table->symbols == 2 * g.largest + 1, "frequencies do not fit the grid");
-    require(out.size() >= rans_bound(s.count, lanes, (s.count + chunk - 1) / chunk), "out is too small");
+    chunk = std::min(chunk, s.count);
+    require(out.size() >= rans_bound(s.count, lanes, chunks_of(s.count, chunk)), "out is too small");
     std::vector<size_t> lengths;
     size_t done = 0;
     {
         nb::gil_scoped_release release;
-        std::unique_ptr<uint8_t[]> scratch(new uint8_t[std::min(chunk, s.count)]);
+        std::unique_ptr<uint8_t[]> scratch(new uint8_t[chunk]);
         uint8_t* p = out.data();
         while (done < s.count) {
             const Stream part = s.part(done, std::min(chunk, s.count - done));
@@ -105,6 +106,7 @@ void bind_grid(nb::module_& m) {
             require(gaps.data()[i] >= 0 && gaps.data()[i] < int64_t(1) << 48 && negative.data()[i] < 2, "bad gap or sign");
             require(excesses.data()[i] >= 0 && excesses.data()[i] <= kGridLimit, "bad excess");
             bits += uint64_t(gaps.data()[i] >> a) + uint64_t(a) + 2 + 51 + uint64_t(b);
+            require(bits >> 56 == 0, "gaps beyond any tensor");
         }
         require(out.size() >= bits / 8 + 8, "out is too small");
         nb::gil_scoped_release release;

@@ -105,9 +105,12 @@ void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate) {
 }
 
 void require_gaps(Ints gaps) {
-    uint64_t all = 0;
-    for (size_t i = 0; i < gaps.size(); i++) all |= uint64_t(gaps.data()[i]);
-    require(!(all >> kMaxGapBits), "gaps must be from 0 to 2^48 - 1");
+    uint64_t all = 0, sum = 0;
+    for (size_t i = 0; i < gaps.size(); i++) {
+        all |= uint64_t(gaps.data()[i]);
+        all |= sum += uint64_t(gaps.data()[i]);
+    }
+    require(!(all >> kMaxGapBits), "gaps must be from 0 on, and all together below 2^48");
 }
 
 }  // namespace
@@ -124,11 +127,12 @@ void bind_sparse(nb::module_& m) {
         auto [gaps, data] = array<int64_t>(positions.size());
         int64_t before = -1;
         for (size_t i = 0; i < positions.size(); before = positions.data()[i++])
-            data[i] = positions.data()[i] - before - 1;
+            data[i] = int64_t(uint64_t(positions.data()[i]) - uint64_t(before) - 1);
         return gaps;
     });
     m.def("golomb_quotients", [](Ints gaps, int b) {
         require(b >= 0 && b < kMaxGapBits, "b must be from 0 to 47");
+        require_gaps(gaps);
         nb::gil_scoped_release release;
         return golomb_quotients(gaps.data(), gaps.size(), b);
     });

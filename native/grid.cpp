@@ -58,6 +58,7 @@ bool grid_measure(const float* x, const double* first, const double* second, siz
         above[j] = size_t(from - x);
         below[j] = size_t(to - x);
     }
+    if (below[0] > above[0]) return false;  // NaNs, or zeros beside a cell of zero without width
     const int64_t count = int64_t(n) + zeros, ends = int64_t(n - above[kFinest] + below[kFinest]), capacity = count / 16 + 16;
     if (ends > capacity) return false;
     int64_t positive[kFinest], negative[kFinest], both[kFinest], rest = 0;

@@ -120,7 +120,7 @@ void assign(const Stream& s, float decay, Buckets b, const float* values, int le
         for (int j = 0; j < levels; j++) v[j] = values[j];
         for (int j = 0; j < 32; j++) {
             const bool used = j >= 1 && j <= searched;
-            t[j] = !used ? kInfinity : (stochastic ? v[j] : float((double(v[j - 1]) + double(v[j])) / 2));
+            t[j] = !used ? kNever : (stochastic ? v[j] : float((double(v[j - 1]) + double(v[j])) / 2));
         }
         const Table table(v), thresholds(t);
         for (size_t start = size_t(b.starts[k]), end = size_t(b.starts[k + 1]); start < end; start += kCounted) {

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kBlock = 512, kLanes = 16, kChain = 33;
 constexpr float kInfinity = __builtin_inff();
+constexpr float kNever = __builtin_nanf("");  // a threshold that nothing reaches, not even an infinity
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only ever passed to functions that are inlined
 typedef float FloatLanes __attribute__((vector_size(4 * kLanes)));
@@ -224,7 +225,7 @@ inline void count_below(Block& k, const float* thresholds, int m) {
         return;
     }
     float padded[256];
-    for (int j = 0; j < 256; j++) padded[j] = j && j <= m ? thresholds[j - 1] : kInfinity;
+    for (int j = 0; j < 256; j++) padded[j] = j && j <= m ? thresholds[j - 1] : kNever;
     int step = 1;
     while (2 * step <= m) step *= 2;
     for (; step; step /= 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 import gradwire
 from gradwire import SpecError, kernels
 from gradwire.convert.grid_fit import LEAST_SHARE
-from helpers import check_contract_3, encode_into
+from helpers import check_contract_3, check_same, encode_into, gradient
 from test_grid import heavy
 
 
@@ -195,3 +196,11 @@ def test_a_sample_that_misleads(backend):
         sent = gradwire.decode(frame)
         check_contract_3(sent, memory, tensor, torch.zeros(count), 1.0)
         assert len(frame) < count * 4
+
+
+def test_infinities_of_both_signs_pass_without_a_warning() -> None:
+    x = gradient(5000)
+    x[7], x[8] = torch.inf, -torch.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_same(gradwire.decode(gradwire.codec("ecq").encode(x)), x)

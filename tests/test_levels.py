@@ -316,3 +316,12 @@ def test_native_code_checks_its_arguments() -> None:
         native.assign_levels(x, None, None, 0.0, torch.zeros(2, 3), starts, 1)
     with pytest.raises(ValueError):
         native.spread_levels(np.zeros(9, np.uint8), values, starts, x, False)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_memory_beyond_the_range_of_the_dtype(spec: str) -> None:
+    """No level is beyond what receivers can hold: they would find the levels in disorder."""
+    x, memory = gradient(3000, 1).half(), gradient(3000, 2, scale=1e37)
+    codec, after = gradwire.codec(spec), torch.empty(3000)
+    frame = encode_into(codec, x, residual=memory, residual_out=after, decay=0.5)
+    check_contract_3(gradwire.decode(frame), after, x, memory, 0.5)

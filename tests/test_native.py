@@ -435,3 +435,50 @@ def test_one_symbol_with_all_the_frequency(fmt, lanes, precision, symbol):
         assert native.rans_encode_chunk(symbols, frequencies, precision, lanes) == chunk, name
         decoded = native.rans_decode_chunk(exact(chunk), 300, frequencies, precision, lanes)
         assert decoded.tobytes() == symbols.tobytes(), name
+
+
+# ── arguments that no caller gives ────────────────────────────────────────────────────────────────
+
+
+def test_arguments_out_of_range_are_an_error() -> None:
+    from gradwire import _native
+
+    x, symbols, eleven = np.ones(64, dtype=np.float32), np.zeros(64, dtype=np.uint8), np.zeros(11, dtype=np.float32)
+    even, fp4 = np.array([246] + [1] * 10, dtype=np.int64), (0, 1, 5, 5, True, 6.0)
+    for fmt in ((), fp4[:5], (0, 1, -5, 15, False, 6.0), (0, 99, 5, 5, True, 6.0), (0, 1, 3, 7, True, 6.0)):
+        with pytest.raises(ValueError, match="format"):
+            _native.quantize(x, None, None, 1.0, 1.0, fmt, eleven, None, symbols)
+    short = np.empty(2 * 64 + 64, dtype=np.uint8)  # no room for the states of 64 lanes
+    for chunk in (64, 2**63, 2**64 - 1):  # a number of chunks that wraps around
+        with pytest.raises(ValueError, match="out is too small"):
+            _native.rans_encode(symbols, even, 8, 64, chunk, short)
+        with pytest.raises(ValueError, match="out is too small"):
+            _native.quantize_rans(x, None, None, 1.0, 1.0, fp4, eleven, even, 8, 64, chunk, short)
+    lists = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+    with pytest.raises(ValueError, match="out is too small"):
+        _native.grid_rans(x, None, None, 1.0, 1.0, 0.5, eleven, None, even, 8, 64, 2**64 - 1, short, *lists)
+    gaps = np.full(2**16 + 1, 2**48 - 1)  # the bits that they take wrap around
+    with pytest.raises(ValueError, match="gaps"):
+        _native.golomb_encode(gaps, 0, np.empty(2**20, dtype=np.uint8))
+    with pytest.raises(ValueError, match="gaps"):
+        _native.pack_outliers(gaps, np.zeros(len(gaps), dtype=np.uint8), gaps * 0, 0, 0, np.empty(2**20, np.uint8))
+    with pytest.raises(ValueError, match="too large"):
+        _native.sample(x, None, 1.0, 2**40, 0, np.empty(0, dtype=np.float32))
+
+
+@pytest.mark.parametrize("levels", [5, 17, 20, 129])
+def test_infinities_have_a_level_too(levels: int) -> None:
+    """No caller lets them through: but nothing outside the table may be touched."""
+    values = torch.arange(levels, dtype=torch.float32).reshape(1, levels)
+    for _ in each_set():
+        for seed in (None, 1):
+            symbols, counts = native.assign_levels(
+                torch.full((100,), math.inf), None, None, 1.0, values, np.array([0, 100]), seed
+            )
+            assert int(symbols.max()) < levels and int(counts.sum()) == 100
+
+
+@pytest.mark.parametrize(("value", "shift"), [(math.nan, 0.5), (0.0, 1.0)])
+def test_a_sample_whose_cells_overlap_has_no_grid(value: float, shift: float) -> None:
+    x = np.full(1000, value, dtype=np.float32)
+    assert native.grid_measure(x, np.zeros(1001), np.zeros(1001), 0, 1.0, shift) is None

@@ -120,3 +120,12 @@ def test_hostile_payloads_are_frame_errors() -> None:
     for shape, dtype, flags in (((0,), torch.float32, 0), ((20,), torch.int32, 0), ((20,), torch.float32, 2)):
         with pytest.raises(gradwire.FrameError):
             gradwire.decode(assemble(payload(), shape, 6, dtype, flags))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_largest_numbers_leave_a_finite_memory(spec: str) -> None:
+    """An estimate with the wrong sign is twice as far away as fp32 reaches."""
+    x = gradient(400, 1).sign() * torch.finfo(torch.float32).max
+    after = torch.empty(400)
+    encode_into(gradwire.codec(spec), x, residual_out=after)
+    assert bool(torch.isfinite(after).all())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 
 import torch
@@ -299,13 +299,28 @@ def _recipe(spec: str) -> Recipe:
     if name not in CATALOGUE:
         raise unknown_name("recipe", name, CATALOGUE)
     entry = CATALOGUE[name]
-    values = entry.read(given)
+    values = _settled(entry.read(given), given)
     small = str(values.get("small", "same"))
     last = f"stc:p={values['flush']},decay={values['decay']},small={small}" if values.get("flush", "0") != "0" else None
     return Recipe(
         entry.spell(values), entry.codec(values), entry, values,
         None if small == "same" else recipe(small), recipe(last) if last else None,
     )  # fmt: skip
+
+
+def _settled(values: Values, given: Collection[str]) -> Values:
+    """A warm-up leads from start down to p, and from warmup_sync up to sync_every: defaults of the first give way."""
+    if "warmup_sync" not in values:
+        return values
+    start, every_first = max(values["start"], values["p"]), min(values["warmup_sync"], values["sync_every"])
+    if "start" in given and values["warmup"] and start != values["start"]:
+        raise SpecError(f"start={values['start']} is below p={values['p']}: a warm-up begins with more entries than p")
+    if "warmup_sync" in given and every_first != values["warmup_sync"]:
+        raise SpecError(
+            f"warmup_sync={values['warmup_sync']} is above sync_every={values['sync_every']}: exchanges are more "
+            "frequent during warm-up, not less"
+        )
+    return {**values, "start": start, "warmup_sync": every_first}
 
 
 def codec(spec: str) -> Codec:

@@ -15,6 +15,7 @@ Ranks may take different numbers of steps: one that leaves the `with` block answ
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
 import zlib
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .aggregate import updates
 from .aggregate.buffers import Buffers
 from .aggregate.mean import Mean
-from .aggregate.pieces import Spec, parse_spec
+from .aggregate.pieces import Spec, own_recipe, parse_spec
 from .correct.momentum import mask_optimizer, reset_optimizer
 from .errors import AggregateError, GradwireError, SpecError
 
@@ -84,6 +85,8 @@ class LocalSGD:
         self.dense_bytes = 0
         self._steps_before = 0
         self._started = False
+        self._inside = False  # in the block, or left by an exception: this rank has parameters and buffers of its own
+        self._resumed = False  # from a state that was saved there
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def _check_recipes(self) -> None:
@@ -97,6 +100,7 @@ class LocalSGD:
         if self._hook is not None or self.optimizer in self._in_use:
             raise GradwireError("this optimizer is already in a LocalSGD block: leave that one first")
         self._start_alike()
+        self._inside = True
         self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._in_use.add(self.optimizer)
         return self
@@ -113,15 +117,17 @@ class LocalSGD:
                 pass
             if self.mean.flushing:
                 self._sync(left=True, flush=True)
+            self._inside = False
 
     @torch.no_grad()
     def _start_alike(self) -> None:
         """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
         if self.pending == 0:
-            for name, parameter in self._parameters.items():
-                if not torch.equal(parameter, self._anchor[name].to(parameter.dtype)):
-                    self._anchor[name].copy_(parameter)  # such as by loading a model between two blocks
-            self._buffers.follow()
+            loaded = [] if self._resumed else self._loaded()
+            for name in loaded:
+                self._anchor[name].copy_(self._parameters[name])
+            if loaded or not self._inside:
+                self._buffers.follow()
         exchange = self.mean.exchange
         states = exchange.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
         if len({state[:4] for state in states}) > 1:
@@ -131,6 +137,7 @@ class LocalSGD:
                 raise AggregateError(
                     "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
                 )
+            self._take_common()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 exchange.broadcast(tensor)
             for name, parameter in self._parameters.items():
@@ -138,7 +145,15 @@ class LocalSGD:
             self._buffers.follow()
         if self.pending == 0:
             self._go_on()
-        self._started = True
+        self._started, self._resumed = True, False
+
+    def _loaded(self) -> list[str]:
+        """Parameters that are not where this rank left them, such as by loading a model between two blocks."""
+        return [
+            name
+            for name, p in self._parameters.items()
+            if not any(torch.equal(p, t.to(p.dtype)) for t in (self._anchor[name], self._beginning(name)))
+        ]
 
     def _shapes(self) -> bytes:
         """What differs where ranks have other tensors, or code them differently."""
@@ -176,18 +191,23 @@ class LocalSGD:
     def _sync(self, left: bool = False, flush: bool = False) -> bool:
         """Average the updates of all ranks that took steps; whether all ranks have left the block.
 
-        To flush is to send a larger part of what is left in the error memories, when no step is to follow.
+        To flush is to send a larger part of what is left in the error memories, when no step is to follow: the model
+        is at the common parameters then.
         """
         if set(_trainable(self.model)) != set(self._parameters):
             raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
         means = {
             name: _difference(p, self._anchor[name] if flush else self._beginning(name))
             for name, p in self._parameters.items()
+            if not flush or self._has_rest(name, p.numel())
         }
-        with_buffers = left or self.syncs % self._buffers_every == 0
+        send = flush or self.pending > 0
+        if left:
+            with_buffers = send or self._buffers.changed()
+        else:
+            with_buffers = send and self.mean.steps % self._buffers_every == 0
         try:
             self.mean.clock = self.steps
-            send = flush or self.pending > 0
             messages = updates.exchange(self.mean, self._buffers, means, send, left, with_buffers, flush)
         except BaseException:
             self.mean.abandon_step()
@@ -204,19 +224,26 @@ class LocalSGD:
             sent = self.mean.take_sent()
             mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
         self.mean.end_step()
-        if any(message.sent for message in messages):
-            self._buffers.take(only_averaged=True)
-            self._go_on() if not left else self._take_common()
+        if left:
+            self._take_common()
+        elif any(message.sent for message in messages):
+            if with_buffers or own.diverged:
+                self._buffers.take(only_averaged=not own.diverged)
+            self._go_on()
         self.pending = 0
         return all(message.left for message in messages)
 
     def _move(self, means: dict[str, torch.Tensor]) -> None:
         """The common parameters make an outer step along the mean update."""
-        for name, anchor in self._anchor.items():
-            anchor.grad = -means[name].to(anchor.dtype)
+        for name, mean in means.items():
+            self._anchor[name].grad = -mean.to(self._anchor[name].dtype)
         self._outer.step()
         for anchor in self._anchor.values():
             anchor.grad = None
+
+    def _has_rest(self, name: str, entries: int) -> bool:
+        """Whether a last exchange has something to send of this parameter."""
+        return self.mean.recipe_of(name).flush > 0 and own_recipe(name, entries, self.mean.recipes).decay > 0
 
     def _beginning(self, name: str) -> torch.Tensor:
         """Where this rank goes on from after a sync: the common parameters and `ahead` times what it did not send."""
@@ -272,9 +299,10 @@ class LocalSGD:
             **self.mean.state_dict(),
             "local_steps": self.steps,
             "pending": self.pending,
+            "inside": self._inside,
             "anchor": {name: a.detach().cpu().clone() for name, a in self._anchor.items()},
             "buffers": {name: b.detach().cpu().clone() for name, b in self._buffers.common.items()},
-            "outer": self._outer.state_dict(),
+            "outer": copy.deepcopy(self._outer.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,9 +320,10 @@ class LocalSGD:
                 self._anchor[name].copy_(saved)
             for name, saved in state["buffers"].items():
                 self._buffers.common[name].copy_(saved)
-        self._outer.load_state_dict(state["outer"])
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch would go on writing to the caller's tensors
         self.steps = self._steps_before = int(state["local_steps"])
         self.pending = int(state["pending"])
+        self._inside = self._resumed = bool(state["inside"])
         self._started = True
 
 

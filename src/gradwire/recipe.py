@@ -129,8 +129,8 @@ def budget_parts(sizes: Mapping[str, int], recipes: Mapping[str, Recipe]) -> dic
     """
     parts: dict[str, float] = {}
     for recipe in set(recipes.values()):
-        own = {name: sizes[name] for name, other in recipes.items() if other == recipe}
+        own = {name: sizes[name] for name, other in recipes.items() if other == recipe and sizes[name]}
         total, weight = sum(own.values()), sum(d**recipe.power for d in own.values())
         if recipe.power != 1:
-            parts |= {name: d ** (recipe.power - 1) * total / weight for name, d in own.items() if d}
+            parts |= {name: d ** (recipe.power - 1) * total / weight for name, d in own.items()}
     return parts

@@ -35,10 +35,15 @@ class Buffers:
     def _now(self) -> dict[str, torch.Tensor]:
         return {name: b for name, b in self.model.named_buffers() if b.is_floating_point()}
 
-    def encode(self, seed: int, wanted: bool = True) -> tuple[bytes, int]:
-        """This rank's part of the message, and how much of it is frames; without any buffer if they are not wanted."""
+    def changed(self) -> bool:
+        """Whether any did, on this rank, since the last sync that had buffers."""
         now = self._now()
-        changed = [wanted and not _equal(now[name], old) for name, old in self.common.items()]
+        return not all(_equal(now[name], old) for name, old in self.common.items())
+
+    def encode(self, seed: int) -> tuple[bytes, int]:
+        """This rank's part of the message, and how much of it is frames."""
+        now = self._now()
+        changed = [not _equal(now[name], old) for name, old in self.common.items()]
         mask = np.packbits(np.array(changed, dtype=bool), bitorder="little").tobytes()
         frames = b""
         for names in self._groups(changed):

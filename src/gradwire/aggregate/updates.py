@@ -1,7 +1,7 @@
 """One round of LocalSGD: the mean update of all ranks that took steps, buffers included.
 
-A message is one byte of flags and, if its rank took steps since the last round (SENT), the length of the buffers'
-part (4 bytes), that part, and the frames of the parameters.
+A message is one byte of flags; with BUFFERS, the length of the buffers' part (4 bytes) and that part; and, if its rank
+took steps since the last round (SENT), the frames of the parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import AggregateError, FrameError, GradwireError
 from .buffers import Buffers
 from .mean import Mean
 
-LEFT, SENT = 1, 2  # flags: the rank has left the `with` block; an update follows
+LEFT, SENT, BUFFERS = 1, 2, 4  # flags: the rank has left the `with` block; an update follows; buffers do
 _HEAD = struct.Struct("<BI")
 
 
@@ -28,12 +28,16 @@ class Message:
         flags = int(message[0])
         self.left, self.sent = bool(flags & LEFT), bool(flags & SENT)
         self.diverged = False  # there is a NaN or an infinity in the update
-        if self.sent:
+        self.buffers: dict[str, torch.Tensor] | None = None
+        self.frames = message[1:]
+        if flags & BUFFERS:
             _, length = _HEAD.unpack_from(message)
             self.buffers, finite = buffers.decode(message[_HEAD.size : _HEAD.size + length].tobytes())
+            self.diverged = not finite
             self.frames = message[_HEAD.size + length :]
+        if self.sent:
             frames = wire.split(memoryview(self.frames))
-            self.diverged = not finite or any(wire.read_header(frame).nonfinite for frame in frames)
+            self.diverged |= any(wire.read_header(frame).nonfinite for frame in frames)
 
     @property
     def usable(self) -> bool:
@@ -42,16 +46,17 @@ class Message:
 
 def exchange(
     mean: Mean, buffers: Buffers, updates: dict[str, torch.Tensor], send: bool, left: bool,
-    with_buffers: bool = True, flush: bool = False,
+    with_buffers: bool, flush: bool = False,
 ) -> list[Message]:  # fmt: skip
     """Replace the updates and the common buffers by the means of what all ranks sent, in rank order.
 
     A rank whose training has diverged must not take the others along: its update is left out.
     """
-    note = bytes([LEFT * left])
-    if send:
-        part, frame_bytes = buffers.encode(mean.steps << 32 | mean.exchange.rank, with_buffers)
-        note = _HEAD.pack(LEFT * left | SENT, len(part)) + part
+    flags = LEFT * left | SENT * send
+    note = bytes([flags])
+    if with_buffers:
+        part, frame_bytes = buffers.encode(mean.steps << 32 | mean.exchange.rank)
+        note = _HEAD.pack(flags | BUFFERS, len(part)) + part
         mean.frame_bytes += frame_bytes
     pending = mean.start("sync", list(updates.items()), note, send, flush)
     messages = [_read(rank, message, buffers) for rank, message in enumerate(mean.wait(pending))]
@@ -61,7 +66,7 @@ def exchange(
     if all(message.diverged for message in messages):
         raise GradwireError("all ranks have a NaN or an infinity in their parameters: the training has diverged")
     mean.average(pending, [message.frames if message.usable else None for message in messages])
-    buffers.average([message.buffers for message in messages if message.usable])
+    buffers.average([m.buffers for m in messages if m.buffers is not None and not m.diverged])
     return messages
 
 

@@ -42,7 +42,8 @@ class Curve:
         self.x, self.zeros, self.count, self.stochastic = np.sort(sample), zeros, len(sample) + zeros, stochastic
         wide = self.x.astype(np.float64)
         self.first, self.second = np.zeros(len(wide) + 1), np.zeros(len(wide) + 1)
-        np.cumsum(wide, out=self.first[1:])
+        with np.errstate(invalid="ignore"):  # infinities of both signs: the energy will tell
+            np.cumsum(wide, out=self.first[1:])
         np.cumsum(wide * wide, out=self.second[1:])
         self.energy, self.top = float(self.second[-1]), float(max(-wide[0], wide[-1]))
 

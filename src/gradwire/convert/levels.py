@@ -90,7 +90,8 @@ class Levels(Converter):
         if job.memory is not None:
             require_finite(job.memory)  # one that is not would spoil the frame
         layout = make_layout(job.count, job.segments, self.bucket, self.levels)
-        fitted = np.clip(self.fit(job, layout.starts), -LARGEST, LARGEST)
+        limit = min(LARGEST, torch.finfo(job.dtype).max)
+        fitted = np.clip(self.fit(job, layout.starts), -limit, limit).astype(np.float32)
         numbers, precision = self._round(fitted, layout.sizes, job.dtype)
         if len(numbers) > 1 and (numbers == numbers[0]).all():  # nothing to tell apart, as where all is zero
             layout, numbers = cut((job.count,), 0), numbers[:1]

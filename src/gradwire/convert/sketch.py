@@ -106,6 +106,7 @@ class CountSketch(Converter):
         scale = best_scale(u[index], found[index])
         if job.memory_out is not None:
             torch.sub(u, scaled(found, index, scale, job.dtype).float(), out=job.memory_out)
+            job.memory_out.clamp_(-limit, limit)  # an estimate of the largest number may have the wrong sign
         side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
         side += varint(columns) + varint(len(index)) + struct.pack("<fQ", scale, seed)
         body = cells.reshape(-1).view(torch.uint8)
