@@ -142,13 +142,6 @@ def test_two_codecs_one_after_the_other(tmp_path: Path) -> None:
 # ── replicas ──
 
 
-def test_replicas_stay_identical_on_three_workers(tmp_path: Path) -> None:
-    """The command compares the replicas itself; the next test shows that it would notice."""
-    summary = figures(tmp_path / "figures.json", "--workers", "3", "--steps", "20", "--batch-size", "4")
-    assert len(summary["runs"][0]["per_worker"]) == 3
-    assert re.fullmatch("[0-9a-f]{64}", summary["runs"][0]["digest"])
-
-
 STRAY = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
@@ -221,11 +214,13 @@ def test_resuming_without_the_error_memory_ends_elsewhere(
 
 
 def test_resuming_on_three_workers(killed: Path, tmp_path: Path) -> None:
+    """The command compares their replicas itself; `test_a_stray_replica_is_an_error` shows that it would notice."""
     saved, after = checkpoint.load(killed), tmp_path / "after.pt"
-    more = ("--workers", "3", "--steps", str(saved.step + 1), "--save", str(after))
+    more = ("--workers", "3", "--steps", str(saved.step + 20), "--save", str(after))
     resumed = figures(tmp_path / "figures.json", "--resume", str(killed), *more)
-    assert resumed["workers"] == 3
-    assert resumed["runs"][0]["steps"] == saved.step + 1
+    assert resumed["workers"] == len(resumed["runs"][0]["per_worker"]) == 3
+    assert resumed["runs"][0]["steps"] == saved.step + 20
+    assert re.fullmatch("[0-9a-f]{64}", resumed["runs"][0]["digest"])
     assert checkpoint.load(after).workers == 3
 
 
