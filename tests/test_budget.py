@@ -53,7 +53,7 @@ def slope(name: str, rate: float) -> float:
 
 
 def rate_of(spec: str) -> float:
-    return gradwire.catalogue._split("ecq", spec.partition(":")[2])["rate"]
+    return gradwire.recipe(spec).values["rate"]
 
 
 def test_a_bit_buys_the_same_in_every_layer():
