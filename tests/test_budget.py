@@ -123,5 +123,5 @@ def test_impossible_budgets_name_the_least():
 def test_zeros_and_riches():
     spec = gradwire.allocate({"zeros": torch.zeros(10_000), "a[0].w": heavy(5000)}, 10**6)
     assert rate_of(spec["a[[]0].w"]) == 8  # names are patterns to ddp.attach: brackets are escaped
-    assert isinstance(gradwire.ddp.State(spec)._recipe_of("a[0].w"), gradwire.catalogue.Recipe)
+    assert isinstance(gradwire.ddp.State(spec).mean.recipe_of("a[0].w"), gradwire.catalogue.Recipe)
     assert Layer(["x"], torch.zeros(5000), (), torch.empty(0).numpy(), torch.empty(0).numpy()).rate(1.0) == 0.001
