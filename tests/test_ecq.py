@@ -204,3 +204,17 @@ def test_infinities_of_both_signs_pass_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_same(gradwire.decode(gradwire.codec("ecq").encode(x)), x)
+
+
+def test_noise_has_no_memory() -> None:
+    """Stochastic rounding at low rates: an error memory grows without end. From 1.5 bits on it does not."""
+    assert gradwire.recipe("ecq:rate=1,rounding=stochastic").decay == 0
+    assert gradwire.recipe("ecq:rate=1.5,rounding=stochastic").decay == 0.9
+    with pytest.raises(SpecError, match="use decay=0, or rounding=nearest"):
+        gradwire.recipe("ecq:rate=1,rounding=stochastic,decay=0.5")
+    codec, memory, norms = gradwire.codec("ecq:rate=1.5,rounding=stochastic"), torch.zeros(5000), []
+    for seed in range(60):
+        x = heavy(5000, seed, 2.0)
+        encode_into(codec, x, residual=memory, decay=1.0, seed=seed)
+        norms.append(float(memory.norm() / x.norm()))
+    assert max(norms[30:]) < 2

@@ -77,6 +77,9 @@ _ECQ = {
 }
 
 
+DITHERED_RATE = 1.5  # bits an entry; from here on the error is smaller than the tensor
+
+
 def _build_ecq(v: Values) -> Converter:
     rate, nmse = v["rate"], v["nmse"]
     if rate != "auto" and nmse != "off":
@@ -309,7 +312,12 @@ def _recipe(spec: str) -> Recipe:
 
 
 def _settled(values: Values, given: Collection[str]) -> Values:
-    """A warm-up leads from start down to p, and from warmup_sync up to sync_every: defaults of the first give way."""
+    """Defaults that give way to what is given, which must not contradict itself.
+
+    A warm-up leads from start down to p, and from warmup_sync up to sync_every.
+    """
+    if values.get("rounding") == "stochastic" and values.get("rate", "auto") != "auto":
+        return _without_noise(values, given)
     if "warmup_sync" not in values:
         return values
     start, every_first = max(values["start"], values["p"]), min(values["warmup_sync"], values["sync_every"])
@@ -321,6 +329,18 @@ def _settled(values: Values, given: Collection[str]) -> Values:
             "frequent during warm-up, not less"
         )
     return {**values, "start": start, "warmup_sync": every_first}
+
+
+def _without_noise(values: Values, given: Collection[str]) -> Values:
+    """Of stochastic rounding at a low rate, an error memory would feed on its own noise, and grow without end."""
+    if float(values["rate"]) >= DITHERED_RATE or not values["decay"]:
+        return values
+    if "decay" in given:
+        raise SpecError(
+            f"ecq: at rates below {DITHERED_RATE} stochastic rounding adds more noise than an error memory can take: "
+            "use decay=0, or rounding=nearest"
+        )
+    return {**values, "decay": 0.0}
 
 
 def codec(spec: str) -> Codec:
