@@ -15,4 +15,5 @@ DOCS = Path(__file__).parent.parent / "docs"
 def test_the_page_of_recipes_has_every_name_and_its_advice(entry):
     page = (DOCS / "recipes.md").read_text()
     assert f"| `{entry.name}` | {entry.description} | {entry.paper} |\n" in page
+    assert f"- `{gradwire.recipe(entry.name)}`\n" in page
     assert ":" in entry.description or ";" in entry.description, "say when to use it, and when not"

@@ -66,6 +66,8 @@ def allocate(
     """
     if not LEAST_RATE <= floor <= MOST_RATE:
         raise GradwireError(f"floor is a rate from {LEAST_RATE} to {MOST_RATE:g} bits an entry, not {floor}")
+    if gradients and all(name.startswith("module.") for name in gradients):  # as DDP's own named_parameters have it
+        gradients = {name.removeprefix("module."): gradient for name, gradient in gradients.items()}
     layers = _layers(gradients)
     least = sum(layer.frame_bytes(_codec(floor, decay)) for layer in layers)
     if budget < least:
@@ -99,6 +101,8 @@ def _layers(gradients: Mapping[str, torch.Tensor]) -> list[Layer]:
     small: dict[str, torch.Tensor] = {}
     layers = []
     for name, gradient in gradients.items():
+        if gradient is None:
+            raise GradwireError(f"{name!r} has no gradient: run a backward pass first, and leave out what is frozen")
         if not isinstance(gradient, torch.Tensor) or gradient.dtype not in CONVERTIBLE:
             raise GradwireError(f"the gradient of {name!r} is not a tensor of a float dtype")
         if not math.isfinite(kernels.absmax(gradient.detach().reshape(-1).float())):

@@ -143,11 +143,13 @@ class State:
 
 def _check_for_hook(chosen: Recipe, model_is_known: bool) -> None:
     if chosen.delayed:
-        raise SpecError(f"{chosen} {chosen.delayed}: use gradwire.LocalSGD, not a hook of DDP")
+        raise SpecError(f"{chosen.name} {chosen.delayed}: use gradwire.LocalSGD, not a hook of DDP")
     if chosen.clip and not model_is_known:
-        raise SpecError(f"{chosen} clips by the norm of the whole model, so it needs the model: State(spec, model)")
+        raise SpecError(
+            f"{chosen.name} clips by the norm of the whole model, so it needs the model: State(spec, model)"
+        )
     if chosen.power != 1 and not model_is_known:
-        raise SpecError(f"{chosen} shares a budget of the whole model, so it needs the model: State(spec, model)")
+        raise SpecError(f"{chosen.name} shares a budget of the whole model, so it needs the model: State(spec, model)")
 
 
 def _checked_for_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> torch.optim.Optimizer:
@@ -209,6 +211,8 @@ def attach(
     model: DistributedDataParallel, spec: Spec = "co3", *, optimizer: torch.optim.Optimizer | None = None
 ) -> Handle:
     """Compress the gradients of a DDP model. `spec` is a recipe, or a dict from name patterns to recipes.
+
+    A model that is attached already gets the new recipe in place of the old one, and an empty error memory.
 
     Recipes that mask momentum (sbc, stc, dgc) take over that of the `optimizer`, an SGD, until they are detached.
     """

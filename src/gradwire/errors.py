@@ -25,6 +25,6 @@ class AggregateError(GradwireError, RuntimeError):
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SpecError:
     """A SpecError that lists what is allowed and suggests the nearest name."""
     allowed = list(allowed)
-    near = difflib.get_close_matches(name, allowed, n=1)
+    near = difflib.get_close_matches(name.lower(), allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return SpecError(f"unknown {kind} {name!r}{hint} (allowed: {', '.join(allowed)})")

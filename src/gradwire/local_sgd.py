@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,6 +89,7 @@ class LocalSGD:
         self._inside = False  # in the block, or left by an exception: this rank has parameters and buffers of its own
         self._resumed = False  # from a state that was saved there
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._reminder = optimizer.register_step_post_hook(_remind)
 
     def _check_recipes(self) -> None:
         for name in self._parameters:
@@ -99,6 +101,7 @@ class LocalSGD:
     def __enter__(self) -> LocalSGD:
         if self._hook is not None or self.optimizer in self._in_use:
             raise GradwireError("this optimizer is already in a LocalSGD block: leave that one first")
+        self._reminder.remove()
         self._start_alike()
         self._inside = True
         self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
@@ -325,6 +328,14 @@ class LocalSGD:
         self.pending = int(state["pending"])
         self._inside = self._resumed = bool(state["inside"])
         self._started = True
+
+
+def _remind(*_: object) -> None:
+    """Until the block is entered for the first time. It keeps no hold of the LocalSGD, which may be gone."""
+    warnings.warn(
+        "the optimizer steps outside of the LocalSGD block, so nothing is exchanged: use `with LocalSGD(…):`",
+        stacklevel=3,
+    )
 
 
 def _difference(parameter: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,10 @@ class Recipe:
         return self.spec
 
     @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
     def decay(self) -> float:
         """Error memory decays by this factor each step; 0 means no memory."""
         return float(self.values.get("decay", 0))

@@ -16,7 +16,7 @@ import typer
 
 from .. import GradwireError, __version__
 
-COMMANDS = ("train", "inspect")
+COMMANDS = ("train", "inspect", "recipes")
 
 
 def build_app() -> typer.Typer:

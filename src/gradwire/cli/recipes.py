@@ -1,0 +1,40 @@
+"""`gradwire recipes`: every name, when to use it, and its parameters with their defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from typer import Argument
+
+from .. import catalogue
+
+
+def recipes(
+    name: Annotated[str | None, Argument(help="One of them, with its parameters and defaults. Default: all.")] = None,
+) -> None:
+    """What can be given as --codec, or to gradwire.ddp.attach and gradwire.LocalSGD.
+
+    **Examples**
+
+    All names: `gradwire recipes`
+
+    The parameters of one: `gradwire recipes sbc2`
+    """
+    console = Console()
+    if name is None:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in ("recipe", "when to use it, and when not", "paper"):
+            table.add_column(heading, no_wrap=heading == "recipe")
+        for entry in catalogue.recipes():
+            table.add_row(entry.name, entry.description, entry.paper)
+    else:
+        chosen = catalogue.recipe(name)
+        table = Table(title=chosen.entry.description, caption=chosen.entry.paper, box=box.SIMPLE_HEAD)
+        table.add_column("parameter")
+        table.add_column("value")
+        for key, value in chosen.values.items():
+            table.add_row(key, str(value))
+    console.print(table)
