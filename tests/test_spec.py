@@ -84,7 +84,7 @@ def test_recipes_are_described():
         ("co3:format=fp5", r"co3: format: unknown format 'fp5'; did you mean 'fp.'\? \(allowed: fp4, fp8, e2m1"),
         ("co3:format=e9m9b1", "co3: format: no such float format: e9m9b1; needs sign 0 or 1"),
         ("co3:coder=hufman", r"co3: coder: unknown value 'hufman'; did you mean 'huffman'\? \(allowed: raw, huff"),
-        ("co3:coder=RANS", r"unknown value 'RANS' \(allowed: raw, huffman, rans\)"),
+        ("co3:coder=RANS", r"unknown value 'RANS'; did you mean 'rans'\? \(allowed: raw, huffman, rans\)"),
         ("co3:model=normal", r"unknown value 'normal'.*\(allowed: auto, gennorm, histogram\)"),
         ("co3:rounding=up", r"\(allowed: nearest, stochastic\)"),
         ("co3:decay=2", "co3: decay: '2' is not a number from 0 to 1"),

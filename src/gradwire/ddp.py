@@ -145,11 +145,9 @@ def _check_for_hook(chosen: Recipe, model_is_known: bool) -> None:
     if chosen.delayed:
         raise SpecError(f"{chosen.name} {chosen.delayed}: use gradwire.LocalSGD, not a hook of DDP")
     if chosen.clip and not model_is_known:
-        raise SpecError(
-            f"{chosen.name} clips by the norm of the whole model, so it needs the model: State(spec, model)"
-        )
+        raise SpecError(f"{chosen.name} clips by the whole model's norm, so it needs the model: State(spec, model)")
     if chosen.power != 1 and not model_is_known:
-        raise SpecError(f"{chosen.name} shares a budget of the whole model, so it needs the model: State(spec, model)")
+        raise SpecError(f"{chosen.name} shares the whole model's budget, so it needs the model: State(spec, model)")
 
 
 def _checked_for_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> torch.optim.Optimizer:
