@@ -19,8 +19,10 @@ lint: $(VENV)/.lint        ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.test       ## codec speed on one core, beside copy, zstd and constriction
+bench: $(VENV)/.test       ## speed on one core, beside copy, zstd, constriction, torch.topk and eager torch
 	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/sparse.py
+	$(BIN)/python benchmarks/quantizers.py
 
 bench-link: $(VENV)/.built ## training step on a link shaped to 1 Gbit/s (Linux, root, iproute2)
 	$(BIN)/python benchmarks/link.py
