@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from gradwire.compress import rans
 from gradwire.convert import minifloat
 from gradwire.formats import PRESETS
 from gradwire.kernels import cpu
+from machine import processor
 
 BETA = 0.67  # about what gradients have
 
@@ -153,7 +153,7 @@ def main() -> None:
         seconds = measure(chosen, options.rounds if name == cpu.instruction_sets()[-1] else 3)
         result[name] = _report(name, seconds, bits, options.entries)
     if options.save:
-        machine = {"machine": _processor(), "torch": torch.__version__, "entries": options.entries}
+        machine = {"machine": processor(), "torch": torch.__version__, "entries": options.entries}
         path = Path(__file__).parent / "results" / "codec.json"
         path.write_text(json.dumps({"command": "make bench", **machine, "results": result}, indent=1) + "\n")
 
@@ -181,15 +181,6 @@ def _report(name: str, seconds: dict[str, float], bits: dict[str, float], n: int
             print(f"rANS {way}s {times:.1f} × as fast as zstd-1")
             table[f"rANS over zstd-1, {way}"] = {"times": times}
     return table
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 import gradwire
+from machine import processor
 
 BUCKET = 2048  # where methods are compared at equal numbers of levels
 Curve = list[tuple[float, float]]  # (bits per entry, NMSE), ascending
@@ -182,12 +182,6 @@ def print_rows(title: str, rows: dict[str, dict]) -> None:
     print(f"\n{title}\n{'':24s}" + "".join(f"{c:>16s}" for c in columns))
     for name, row in rows.items():
         print(f"{name:24s}" + "".join(f"{_show(row.get(c)):>16s}" for c in columns))
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), platform.processor())
 
 
 def main() -> None:

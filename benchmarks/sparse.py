@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from gradwire import codecs
 from gradwire.compress import golomb
 from gradwire.convert.sparse import sent_positions
 from gradwire.kernels import cpu
+from machine import processor
 
 BETA = 0.67  # about what gradients have
 SHARES = (0.01, 0.001)
@@ -97,15 +97,6 @@ def report(name: str, seconds: dict[str, float], bits: dict[str, float], n: int)
         table[task] = row
         print(line)
     return table
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def main() -> None:

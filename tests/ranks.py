@@ -176,3 +176,9 @@ def add_toy_recipe() -> None:
     catalogue.CATALOGUE["toy"] = Entry(
         "toy", "", "", lambda v: LargestShare(float(v["p"])), {"p": Parameter("0.1", share), **corrector}
     )
+
+
+def check_scenario(results: list[dict], scenario: str) -> None:
+    """It failed on no rank."""
+    failures = [f"rank {rank}:\n{result[scenario]}" for rank, result in enumerate(results) if result[scenario]]
+    assert not failures, "\n".join(failures)

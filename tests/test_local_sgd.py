@@ -32,6 +32,7 @@ from ranks import (
     add_toy_recipe,
     check_alike,
     check_raises,
+    check_scenario,
     connect,
     digest,
     gathered,
@@ -597,8 +598,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_(good: list[dict], scenario: str) -> None:
-    failures = [f"rank {rank}:\n{result[scenario]}" for rank, result in enumerate(good) if result[scenario]]
-    assert not failures, "\n".join(failures)
+    check_scenario(good, scenario)
 
 
 def lose_a_rank(rank: int, folder: Path) -> list[tuple[str, float]]:

@@ -20,6 +20,7 @@ from ranks import (
     add_toy_recipe,
     check_alike,
     check_raises,
+    check_scenario,
     digest,
     launch,
     loss_of,
@@ -281,5 +282,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_(results: list[dict], scenario: str) -> None:
-    failures = [f"rank {rank}:\n{result[scenario]}" for rank, result in enumerate(results) if result[scenario]]
-    assert not failures, "\n".join(failures)
+    check_scenario(results, scenario)

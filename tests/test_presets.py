@@ -21,7 +21,7 @@ from gradwire.aggregate.all_gather import PREFIX
 from gradwire.catalogue import recipe
 from gradwire.convert.sparse import sent_positions
 from gradwire.recipe import MOST, budget_parts
-from ranks import WORLD, check_alike, check_raises, digest, gathered, launch, run_scenarios
+from ranks import WORLD, check_alike, check_raises, check_scenario, digest, gathered, launch, run_scenarios
 
 SPARSE = ["sbc", "stc", "topk", "dgc", "stc2", "sbc1", "sbc2", "sbc3"]
 LOCAL = [
@@ -418,5 +418,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 def test_(results: list[dict], scenario: str) -> None:
-    failures = [f"rank {rank}:\n{result[scenario]}" for rank, result in enumerate(results) if result[scenario]]
-    assert not failures, "\n".join(failures)
+    check_scenario(results, scenario)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from . import kernels
+from .aggregate.pieces import SMALL
 from .catalogue import recipe
 from .codecs import CONVERTIBLE, Codec
 from .convert.grid_fit import SIDE
@@ -26,7 +27,6 @@ from .convert.grid_search import SHIFTS, Curve
 from .convert.minifloat import round_step
 from .errors import GradwireError
 
-SMALL = 4096  # entries: below this, parameters share frames (ddp.SMALL)
 LEAST_RATE, MOST_RATE = 0.001, 8.0
 STRIDE = 1 / 8  # of log₂ of the step
 ENOUGH = 0.975  # of the budget

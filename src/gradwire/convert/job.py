@@ -63,13 +63,10 @@ class Job:
     def on_cpu(self) -> Job:
         """A copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
 
-        def copy(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.cpu()
-
-        memory = copy(self.memory)
-        memory_out = memory if self.in_place or self.memory_out is None else torch.empty(self.count)
-        if self.memory_out is None:
-            memory_out = None
+        memory = None if self.memory is None else self.memory.cpu()
+        memory_out = None
+        if self.memory_out is not None:
+            memory_out = memory if self.in_place else torch.empty(self.count)
         return replace(
             self, gradient=self.gradient.cpu(), original=self.original.cpu(), memory=memory, memory_out=memory_out
         )
