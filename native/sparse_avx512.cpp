@@ -49,13 +49,7 @@ Found scan(const Stream& stream, float decay, Lows low, uint32_t* index, float* 
         if (Update)
             for (int v = 0; v < kVectors; v++) _mm512_storeu_ps(s.memory_out + i + 16 * v, u[v]);
     }
-    if (i < s.count) {
-        const Found rest = scan_portable(s.part(i, s.count - i), decay, low, index + n, value + n);
-        for (size_t j = n; j < n + rest.count; j++) index[j] += uint32_t(i);
-        n += rest.count;
-        i += rest.done;
-    }
-    return {n, i};
+    return scan_rest(s, decay, low, index, value, {n, i});
 }
 
 }  // namespace
