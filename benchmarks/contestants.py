@@ -66,15 +66,15 @@ class Contestant:
             self.network.register_comm_hook(state, powerSGD_hook)
         if self.name in PEERS:
             self._optimizer()
-            self.steps(4)  # buckets are rebuilt, and PowerSGD begins
+            self.steps(3)  # buckets are rebuilt, and PowerSGD begins
 
     def attach(self) -> None:
-        self._optimizer()
         if self.front == "attach":
             self.handle = gradwire.ddp.attach(self.network, self.spec)
         elif self.front == "DataParallel":
-            self.network = gradwire.DataParallel(self.network, self.spec)
+            self.network = gradwire.DataParallel(make_model(), self.spec)
             self.handle = self.network.gradwire
+        self._optimizer()
 
     def _optimizer(self) -> None:
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01)

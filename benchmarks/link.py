@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,8 @@ from contestants import COMPUTE, FRAGILE, FRONTS, PEERS, SPECS, maker, names
 from crews import Crew, LostCrew
 from hosts import Hosts, bits_per_second
 
-TURN = 1.0  # seconds: slower contestants take fewer steps
-SPENT = 14.0  # seconds: after these, and three steps, a contestant has been measured well enough
+TURN = 0.6  # seconds: slower contestants take fewer steps
+SPENT = 8.0  # seconds: after these, and three steps, a contestant has been measured well enough
 FIRST_PORT = 29600
 
 
@@ -46,11 +47,11 @@ class Entry:
     aborts: int = 0
 
     def prepare(self) -> None:
-        """On a link without limits. Peers may abort (PowerSGD on Gloo does, in some runs): each has three tries."""
-        while self.crew is None and self.aborts < 3:
+        """On a link without limits. Peers may abort (PowerSGD on Gloo does, in some runs): they have another try."""
+        while self.crew is None and self.aborts < 2:
             self.failed = ""
             self.crew = Crew(maker(self.name, self.hosts.interface), self.hosts, self.hosts.count, self.port)
-            self.port += 100
+            self.port += 20
             self.ask("prepare")
 
     def ask(self, method: str, *arguments: object) -> list[Any]:
@@ -92,8 +93,8 @@ class Entry:
         self.seconds += times[1:] if count > 1 else times
 
     def settle(self, most: int) -> None:
-        """Until it says that it has settled, or for `most` steps, or half a minute."""
-        deadline = time.monotonic() + 30
+        """Until it says that it has settled, or for `most` steps, or a quarter of a minute."""
+        deadline = time.monotonic() + 15
         while self.crew is not None and self.settled_after < most and time.monotonic() < deadline:
             if any(state is True for state in self.ask("settled")):
                 break
@@ -102,6 +103,10 @@ class Entry:
     def forget(self) -> None:
         """What came before is not part of the measurement."""
         self.seconds, self.sent, self.stated, self.steps_run = [], 0.0, 0.0, 0
+
+    def begin_table(self) -> None:
+        self.forget()
+        self.settled_after, self.choice, self.failed, self.aborts = 0, "", "", 0
 
     def row(self) -> dict[str, Any]:
         aborts = {"aborts": self.aborts} if self.aborts else {}
@@ -117,34 +122,44 @@ class Entry:
         return row
 
 
-def race(ranks: int, rate: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """One table."""
+def races(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The tables of one number of ranks. Processes and DDP models stay; gradwire begins anew with each rate."""
     with Hosts(ranks) as hosts:
         entries = [Entry(name, hosts, FIRST_PORT + i) for i, name in enumerate(names(options.codecs))]
         try:
-            for entry in entries:
-                entry.prepare()
-            hosts.shape(rate)
-            for entry in entries:
-                entry.ask("attach")
-                if "auto" in entry.name:
-                    entry.settle(options.settle)
-                    entry.choice = (entry.ask("choice") or [""])[0]
-                elif entry.name.split()[0] in FRONTS:
-                    entry.steps(3)
-                entry.forget()
-            for number in range(options.rounds):
-                link_report.progress(f"{ranks} ranks at {rate}: round {number + 1} of {options.rounds}")
-                for entry in entries:
-                    if entry.crew is None and entry.name in PEERS:
-                        hosts.shape("none")
-                        entry.prepare()
-                        hosts.shape(rate)
-                    entry.turn(options.steps)
+            for rate in options.rates:
+                race(entries, hosts, rate, options)
+                yield {"ranks": ranks, "rate": rate, "rows": {entry.name: entry.row() for entry in entries}}
         finally:
             for entry in entries:
                 entry.close()
-    return {entry.name: entry.row() for entry in entries}
+
+
+def race(entries: list[Entry], hosts: Hosts, rate: str, options: argparse.Namespace) -> None:
+    where = f"{hosts.count} ranks at {rate}"
+    hosts.shape("none")
+    for entry in entries:
+        link_report.progress(f"{where}: starting {entry.name}")
+        entry.begin_table()
+        entry.prepare()
+    hosts.shape(rate)
+    for entry in entries:
+        link_report.progress(f"{where}: warming up {entry.name}")
+        entry.ask("attach")
+        if "auto" in entry.name:
+            entry.settle(options.settle)
+            entry.choice = (entry.ask("choice") or [""])[0]
+        elif entry.name.split()[0] in FRONTS:
+            entry.steps(3)
+        entry.forget()
+    for number in range(options.rounds):
+        link_report.progress(f"{where}: round {number + 1} of {options.rounds}")
+        for entry in entries:
+            if entry.crew is None and entry.name in PEERS:
+                hosts.shape("none")
+                entry.prepare()
+                hosts.shape(rate)
+            entry.turn(options.steps)
 
 
 def main() -> None:
@@ -152,7 +167,7 @@ def main() -> None:
     parser.add_argument("--rates", type=_list, default=["100mbit", "1gbit", "10gbit"], help="or none, for no limit")
     parser.add_argument("--ranks", type=_list, default=["2", "4"])
     parser.add_argument("--codecs", type=_list, default=list(SPECS), help="names of this file, or gradwire specs")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of one turn")
     parser.add_argument("--settle", type=int, default=60, help="steps that auto has at most before it is measured")
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
@@ -163,10 +178,10 @@ def main() -> None:
     start = time.monotonic()
     tables = []
     for ranks in map(int, options.ranks):
-        for rate in options.rates:
-            tables.append({"ranks": ranks, "rate": rate, "rows": race(ranks, rate, options)})
+        for result in races(ranks, options):
             link_report.progress("")
-            print(link_report.table(tables[-1]))
+            print(link_report.table(result), flush=True)
+            tables.append(result)
     print("\n".join(link_report.verdicts(tables)))
     print(f"\n{time.monotonic() - start:.0f} s in all")
     if options.save:
