@@ -66,8 +66,8 @@ class Hosts:
     def __enter__(self) -> Hosts:
         require_root()
         remove_leftovers()
-        # Otherwise only Ctrl-C would come by __exit__.
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        # All of them come by __exit__, and say no more than that.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: sys.exit("stopped"))
         try:
             self._build()

@@ -12,6 +12,7 @@ by as many ranks that do not talk to each other. `auto` is measured once it has 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Iterator
@@ -178,10 +179,11 @@ def main() -> None:
     start = time.monotonic()
     tables = []
     for ranks in map(int, options.ranks):
-        for result in races(ranks, options):
-            link_report.progress("")
-            print(link_report.table(result), flush=True)
-            tables.append(result)
+        with contextlib.closing(races(ranks, options)) as results:
+            for result in results:
+                link_report.progress("")
+                print(link_report.table(result), flush=True)
+                tables.append(result)
     print("\n".join(link_report.verdicts(tables)))
     print(f"\n{time.monotonic() - start:.0f} s in all")
     if options.save:
