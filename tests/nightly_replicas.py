@@ -18,6 +18,7 @@ from ranks import launch
 from replicas import AGGREGATIONS, Training, aggregations, progress_line, recipes_for_a_hook, verdict, work
 
 WORLDS = (2, 3, 4)
+Found = dict[tuple[Training, int], str]  # what came of it, with so many ranks
 
 
 def show(before: int, total: int, done: int, world: int, text: str) -> None:
@@ -36,25 +37,33 @@ def main() -> None:
             parser.error(f"--from {options.first}: not one of {', '.join(recipes)}")
         recipes = recipes[recipes.index(options.first) :]
     trainings = [Training(recipe, how, options.steps) for recipe in recipes for how in aggregations()]
-    start, found = time.monotonic(), {}
-    for i, world in enumerate(WORLDS):
-        shown = partial(show, i * len(trainings), len(WORLDS) * len(trainings))
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = 120 + 2 * options.steps * len(trainings)
-            results = launch(partial(work, trainings, world, shown), Path(folder), seconds, world)
-        found |= {(training, world): verdict(training, results) for training in trainings}
-    progress_line(len(found), len(found), "done\n")
+    found: Found = {}
+    start = time.monotonic()
+    try:
+        for i, world in enumerate(WORLDS):
+            shown = partial(show, i * len(trainings), len(WORLDS) * len(trainings))
+            with tempfile.TemporaryDirectory() as folder:
+                seconds = 120 + 2 * options.steps * len(trainings)
+                results = launch(partial(work, trainings, world, shown), Path(folder), seconds, world)
+            found |= {(training, world): verdict(training, results) for training in trainings}
+        progress_line(len(found), len(found), "done\n")
+    finally:  # after an interruption too
+        wrong = report(recipes, found, options.steps)
+        print(f"; {time.monotonic() - start:.0f} s")
+    sys.exit("\n".join(wrong) or 0)
 
+
+def report(recipes: list[str], found: Found, steps: int) -> list[str]:
+    """The table; what is wrong."""
     columns = [(how, world) for how in AGGREGATIONS for world in WORLDS]
     print("| recipe | " + " | ".join(f"{how}, {world} ranks" for how, world in columns) + " |")
     print("|---" * (1 + len(columns)) + "|")
     for recipe in recipes:
-        cells = [found.get((Training(recipe, how, options.steps), world), "–") for how, world in columns]
+        cells = [found.get((Training(recipe, how, steps), world), "–") for how, world in columns]
         print(f"| {recipe} | {' | '.join(cells)} |")
     wrong = [f"{training}, {world} ranks: {text}" for (training, world), text in found.items() if text != "equal"]
-    print(f"\n{len(found) - len(wrong)} of {len(found)} equal bit for bit after each of {options.steps} steps", end="")
-    print(f"; {time.monotonic() - start:.0f} s")
-    sys.exit("\n".join(wrong) or 0)
+    print(f"\n{len(found) - len(wrong)} of {len(found)} equal bit for bit after each of {steps} steps", end="")
+    return wrong
 
 
 if __name__ == "__main__":

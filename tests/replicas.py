@@ -79,7 +79,7 @@ def work(
         connect(rank, folder, f"{i}", seconds=60, world=world)
         try:
             results[training] = train(training, rank)
-        except BaseException:
+        except Exception:
             results[training] = [traceback.format_exc()]
         gc.collect()  # DDP models keep the group
         dist.destroy_process_group()
