@@ -79,13 +79,15 @@ class Contestant:
     def _optimizer(self) -> None:
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01)
 
-    def settled(self) -> bool | None:
-        """Whether it has ended its search for the best codec; None where it does not say, or has none."""
-        return getattr(self.handle, "settled", None)
+    def settled(self) -> bool:
+        """Whether `auto` has ended its search."""
+        return bool(self.handle.gradients.auto.settled)
 
     def choice(self) -> str:
-        """What `auto` has settled on, where it says so."""
-        return str(getattr(self.handle, "choice", "") or "")
+        """The recipe that `auto` has settled on, and how frames meet, where handles tell it."""
+        recipe = getattr(self.handle, "recipe", "") if "auto" in self.name else ""
+        aggregate = getattr(self.handle, "aggregate", "") if dist.get_world_size() > 2 else ""
+        return ", ".join(part for part in (recipe, aggregate) if part)
 
     def steps(self, count: int) -> dict[str, Any]:
         """Seconds of each step, and the bytes that left during all of them."""

@@ -26,6 +26,7 @@ from hosts import Hosts, bits_per_second
 
 TURN = 0.6  # seconds: slower contestants take fewer steps
 SPENT = 8.0  # seconds: after these, and three steps, a contestant has been measured well enough
+WARM_UP = 4  # steps, in which gradwire also chooses between all-gather and scatter-reduce
 FIRST_PORT = 29600
 
 
@@ -94,12 +95,13 @@ class Entry:
         self.seconds += times[1:] if count > 1 else times
 
     def settle(self, most: int) -> None:
-        """Until it says that it has settled, or for `most` steps, or a quarter of a minute."""
-        deadline = time.monotonic() + 15
+        """Until it says that it has settled, or for `most` steps, or half a minute."""
+        deadline = time.monotonic() + 30
         while self.crew is not None and self.settled_after < most and time.monotonic() < deadline:
-            if any(state is True for state in self.ask("settled")):
-                break
             self.settled_after += len(self.steps(4))
+            if all(self.ask("settled")):
+                return
+        self.failed = self.failed or f"not settled after {self.settled_after} steps"
 
     def forget(self) -> None:
         """What came before is not part of the measurement."""
@@ -119,8 +121,8 @@ class Entry:
         if self.name != COMPUTE and self.name not in PEERS:
             row["stated_bytes_per_step"] = self.stated / self.steps_run
         if self.settled_after:
-            row |= {"settled_after_steps": self.settled_after, "choice": self.choice}
-        return row
+            row["settled_after_steps"] = self.settled_after
+        return row | {"choice": self.choice, "failed": self.failed}
 
 
 def races(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -149,9 +151,8 @@ def race(entries: list[Entry], hosts: Hosts, rate: str, options: argparse.Namesp
         entry.ask("attach")
         if "auto" in entry.name:
             entry.settle(options.settle)
-            entry.choice = (entry.ask("choice") or [""])[0]
-        elif entry.name.split()[0] in FRONTS:
-            entry.steps(3)
+        if entry.name.split()[0] in FRONTS:
+            entry.steps(WARM_UP)
         entry.forget()
     for number in range(options.rounds):
         link_report.progress(f"{where}: round {number + 1} of {options.rounds}")
@@ -161,6 +162,8 @@ def race(entries: list[Entry], hosts: Hosts, rate: str, options: argparse.Namesp
                 entry.prepare()
                 hosts.shape(rate)
             entry.turn(options.steps)
+    for entry in entries:
+        entry.choice = (entry.ask("choice") or [""])[0]
 
 
 def main() -> None:

@@ -61,9 +61,8 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {name} | {reason(row)} | | | | | |")
             continue
         low, high = row["quartiles_ms"]
-        note = (
-            f" → {row['choice']}" if row.get("choice") else f" (aborted {row['aborts']} ×)" if "aborts" in row else ""
-        )
+        notes = [row.get("choice"), f"aborted {row['aborts']} ×" if "aborts" in row else row.get("failed")]
+        note = f" ({'; '.join(n for n in notes if n)})" if any(notes) else ""
         cells = [name + note, f"{row['ms']:.1f}"]
         cells += [f"{low:.1f}–{high:.1f}", f"{times_compute(rows, name):.2f}"]
         aim = goal(rows, name, rate)
