@@ -139,15 +139,14 @@ def races(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def race(entries: list[Entry], hosts: Hosts, rate: str, options: argparse.Namespace) -> None:
-    where = f"{hosts.count} ranks at {rate}"
     hosts.shape("none")
     for entry in entries:
-        link_report.progress(f"{where}: starting {entry.name}")
+        link_report.progress(f"{hosts.count} ranks at {rate}: starting {entry.name}")
         entry.begin_table()
         entry.prepare()
     hosts.shape(rate)
     for entry in entries:
-        link_report.progress(f"{where}: warming up {entry.name}")
+        link_report.progress(f"{hosts.count} ranks at {rate}: warming up {entry.name}")
         entry.ask("attach")
         if "auto" in entry.name:
             entry.settle(options.settle)
@@ -155,7 +154,7 @@ def race(entries: list[Entry], hosts: Hosts, rate: str, options: argparse.Namesp
             entry.steps(WARM_UP)
         entry.forget()
     for number in range(options.rounds):
-        link_report.progress(f"{where}: round {number + 1} of {options.rounds}")
+        link_report.progress(f"{hosts.count} ranks at {rate}: round {number + 1} of {options.rounds}")
         for entry in entries:
             if entry.crew is None and entry.name in PEERS:
                 hosts.shape("none")
