@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .aggregate.link import Link
-from .aggregate.pieces import Recipes, Spec, parse_spec, recipe_of
+from .aggregate.pieces import Spec, parse_spec, recipe_of
 from .aggregate.shard_frames import ShardFrames
 from .aggregate.sharded import AllReduce, ReduceScatter
 from .correct.flat_memory import FlatMemory
@@ -40,13 +40,13 @@ _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Handle:
     """What `attach` returns: the compressed collectives of all wrapped modules, and what they remember."""
 
-    def __init__(self, modules: list[Module], recipes: Recipes, memory: torch.dtype | None, grad_scaler: Any):
+    def __init__(self, modules: list[Module], spec: Spec, memory: torch.dtype | None, grad_scaler: Any):
         first = modules[0]
         self._modules = modules
         self._module_of = {name: module for module in modules for name in module.memory_sizes}
         self._scaler = grad_scaler
-        entries = {name: size.numel() for module in modules for name, size in module.memory_sizes.items()}
-        self.frames = ShardFrames(recipes, entries, None if memory is None else FlatMemory(memory))
+        sizes = {name: size for module in modules for name, size in module.sizes.items()}
+        self.frames = ShardFrames(spec, sizes, None if memory is None else FlatMemory(memory))
         self._link = Link(first.shard_group if first.replicas is None else first.replicas)
         self._host = Link(first.shard_group) if first.replicas is not None and first.shards > 1 else None
         self._reduce_scatter = ReduceScatter(self.frames, self._link)
@@ -95,38 +95,32 @@ class Handle:
         try:
             exchange()
         except BaseException:
-            self._close(commit=False)
+            self.frames.abandon_step()
+            self._begun = False
             raise
 
     def _end_step(self) -> None:
         if self._begun:
-            finite = self.frames.finite
+            finite = self.frames.mean.finite
             if self._host is not None:
                 finite = all(flag == b"\1" for flag in self._host.gather_short(bytes([finite])))
-            self._close(commit=finite)
-            self.frames.steps += 1
-
-    def _close(self, commit: bool) -> None:
-        if self.frames.memory is not None:
-            self.frames.memory.commit() if commit else self.frames.memory.rollback()
-        self.frames.finite, self._begun = True, False
+            self.frames.end_step(finite)
+            self._begun = False
 
     # ── what users see ──
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank since it was attached (or loaded); `ratio` is fp32 over frames. With hybrid sharding
         only what goes between replicas is counted."""
-        frames = self.frames
+        frames, own = self.frames, self.frames.mean.stats()
         return {
-            "steps": frames.steps - self._steps_before,
-            "frame_bytes": frames.frame_bytes,
+            "steps": frames.mean.steps - self._steps_before,
+            **own,
             "wire_bytes_sent": self._link.bytes_sent,
             "wire_bytes_received": self._link.bytes_received,
-            "encode_s": frames.encode_s,
-            "decode_s": frames.decode_s,
             "wait_s": frames.wait_s,
             "dense_bytes": frames.dense_bytes,
-            "ratio": frames.dense_bytes / frames.frame_bytes if frames.frame_bytes else 1.0,
+            "ratio": frames.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
         }
 
     @property
@@ -138,13 +132,13 @@ class Handle:
         return 2 * self.frames.memory.dtype.itemsize * sum(size.numel() for size in sizes)
 
     def _remembers(self, name: str) -> bool:
-        return bool(recipe_of(name, self.frames.recipes).decay)
+        return bool(self.frames.mean.recipe_of(name).decay)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's error memory, by parameter name: of whole parameters, or with hybrid sharding of its shards."""
         flat = {} if self.frames.memory is None else self.frames.memory.state_dict()
         memory = {name: self._module_of[name].shaped(name, e) for name, e in flat.items()}
-        return {"steps": self.frames.steps, "memory": memory}
+        return {"steps": self.frames.mean.steps, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         memory = state.get("memory")
@@ -156,7 +150,7 @@ class Handle:
         flat = {name: self._module_of[name].flattened(name, e) for name, e in memory.items()}
         if self.frames.memory is not None:
             self.frames.memory.load(flat)
-        self.frames.steps = self._steps_before = int(state.get("steps", 0))
+        self.frames.mean.steps = self._steps_before = int(state.get("steps", 0))
 
     def detach(self) -> None:
         """Back to FSDP2's own collectives; the model can be attached again."""
@@ -179,7 +173,7 @@ def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_s
         raise unknown_name("memory", str(memory), MEMORIES)
     modules = modules_of(model)
     for module in modules:
-        for name in module.names:
+        for name in module.sizes:
             recipe_of(name, recipes)
     if len({(module.shard_group, module.replicas) for module in modules}) > 1:
         raise GradwireError("the modules of this model are sharded over different meshes: one is needed")
@@ -187,7 +181,7 @@ def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_s
     if before is not None:
         before.detach()
         modules = modules_of(model)
-    handle = Handle(modules, recipes, MEMORIES[memory], grad_scaler)
+    handle = Handle(modules, spec, MEMORIES[memory], grad_scaler)
     handle._install()
     object.__setattr__(model, "_gradwire_fsdp", handle)  # not a parameter, not a module
     if dist.get_rank() == 0 and handle.memory_bytes:

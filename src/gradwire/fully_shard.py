@@ -45,8 +45,9 @@ class Module:
         self._before: tuple[Any, Any] | None = None
 
     @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self._parameters]
+    def sizes(self) -> dict[str, torch.Size]:
+        """Of whole parameters."""
+        return {name: p._orig_size for name, p in self._parameters}
 
     @property
     def divide_factor(self) -> float | None:
@@ -70,7 +71,7 @@ class Module:
         """Of what is remembered: whole parameters, or this rank's shards where those are exchanged."""
         if self.replicas is not None:
             return {name: p.sharded_size for name, p in self._parameters if p.sharded_size.numel()}
-        return {name: p._orig_size for name, p in self._parameters}
+        return self.sizes
 
     def shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         size = self.memory_sizes[name]

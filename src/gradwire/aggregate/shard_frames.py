@@ -8,35 +8,46 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from .. import codecs, wire
+from .. import wire
 from ..correct.flat_memory import FlatMemory
-from ..errors import AggregateError, FrameError
-from ..recipe import budget_parts
+from ..errors import FrameError
 from .layout import Place
+from .mean import Mean, unusable
 from .message import PREFIX
-from .pieces import Piece, Recipes, divide, own_recipe, whole
+from .pieces import Piece, Spec, whole
 
 FLAG = 1  # byte before the frames
 HEAD = PREFIX + FLAG
 
 
 class ShardFrames:
-    def __init__(self, recipes: Recipes, entries: dict[str, int], memory: FlatMemory | None):
-        self.recipes, self.memory = recipes, memory
-        self.shares = budget_parts(entries, {name: own_recipe(name, d, recipes) for name, d in entries.items()})
-        self.finite = True  # what all ranks sent in this step, as far as this rank knows
-        self.steps = self.frame_bytes = self.dense_bytes = 0
-        self.encode_s = self.decode_s = self.wait_s = 0.0
+    """Recipes, decoding and the count of steps are those of `mean`; memory is kept here."""
+
+    def __init__(self, spec: Spec, sizes: Mapping[str, torch.Size], memory: FlatMemory | None):
+        self.mean, self.memory = Mean(spec), memory
+        self.mean.know_model([(name, torch.empty(size, device="meta")) for name, size in sizes.items()])
+        self.dense_bytes = 0  # of what was sent, in fp32
+        self.wait_s = 0.0
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def divide(self, row: torch.Tensor, places: Sequence[Place]) -> list[Piece]:
         """The pieces of a row, one frame each."""
-        return divide(whole([(p.name, row[p.row]) for p in places]), self.recipes, self.steps, self.shares)
+        return self.mean.divide(whole([(place.name, row[place.row]) for place in places]))
+
+    def end_step(self, finite: bool) -> None:
+        if self.memory is not None:
+            self.memory.commit() if finite else self.memory.rollback()
+        self.mean.end_step()
+
+    def abandon_step(self) -> None:
+        if self.memory is not None:
+            self.memory.rollback()
+        self.mean.abandon_step()
 
     # ── encoding ──
 
@@ -54,13 +65,13 @@ class ShardFrames:
         where = {place.name: place for place in places}
         for piece in pieces:
             # Other random numbers for every step, rank and part, and the same ones in a repeated or resumed run.
-            number = (self.steps << 32) + zlib.crc32(f"{seed}:{piece.names[0]}".encode())
+            number = (self.mean.steps << 32) + zlib.crc32(f"{seed}:{piece.names[0]}".encode())
             length = self._encode_piece(piece, where, number, out[position:])
-            self.finite &= not wire.read_header(memoryview(out[position : position + length].numpy())).nonfinite
+            self.mean.finite &= not wire.read_header(memoryview(out[position : position + length].numpy())).nonfinite
             position += length
-        self.frame_bytes += position
+        self.mean.frame_bytes += position
         self.dense_bytes += sum(4 * n for piece in pieces for n in piece.sizes)
-        self.encode_s += time.perf_counter() - start
+        self.mean.encode_s += time.perf_counter() - start
         return position
 
     def _encode_piece(self, piece: Piece, where: dict[str, Place], seed: int, out: torch.Tensor) -> int:
@@ -87,7 +98,7 @@ class ShardFrames:
         where = {place.name: place for place in places}
         kept = _joined([part.tensor for part in piece.parts])
         kept = kept.to(summed_in(kept.dtype), copy=True)
-        self.finite &= bool(torch.isfinite(kept).all())
+        self.mean.finite &= bool(torch.isfinite(kept).all())
         for own, (before, after, factor) in zip(kept.split(piece.sizes), self._memory_of(piece, where), strict=False):
             own.add_(before.float(), alpha=piece.recipe.decay * factor)
             after.zero_()
@@ -105,28 +116,11 @@ class ShardFrames:
         self, rank: int, message: np.ndarray, pieces: list[Piece], targets: list[torch.Tensor], weight: float,
         accumulate: bool,
     ) -> None:  # fmt: skip
-        """Add a rank's frames, weighted, to the targets."""
-        start = time.perf_counter()
-        try:
-            if len(message) < FLAG:
-                raise FrameError("an empty message")
-            frames = wire.split(memoryview(message[FLAG:]))
-            if len(frames) != len(pieces):
-                raise FrameError(f"{len(frames)} frames, expected {len(pieces)}")
-            for frame, piece, target in zip(frames, pieces, targets, strict=True):
-                header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
-                if header.elements != sum(piece.sizes):
-                    raise FrameError(
-                        f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}"
-                    )
-                codecs.decode_payload(header, payload, target, weight, accumulate)
-        except FrameError as error:
-            raise AggregateError(
-                f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
-                f"the same spec and the same version of gradwire"
-            ) from error
-        self.finite &= bool(message[0])
-        self.decode_s += time.perf_counter() - start
+        """Add a rank's frames, weighted, to the targets, or put them there."""
+        if not len(message):
+            raise unusable(rank, FrameError("an empty message"))
+        self.mean.decode(rank, message[FLAG:], pieces, targets, weight, accumulate)
+        self.mean.finite &= bool(message[0])
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:

@@ -46,10 +46,10 @@ class ReduceScatter:
             messages.append(room[: HEAD + length])
             room = room[HEAD + length :]
         for own_message in messages:
-            own_message[PREFIX] = frames.finite
+            own_message[PREFIX] = frames.mean.finite
         if frames.memory is not None:
             frames.memory.written(layout.shapes)
-        subject = Subject(frames.steps, _fingerprint(pieces, layout))
+        subject = Subject(frames.mean.steps, _fingerprint(pieces, layout))
         start = time.perf_counter()
         arrived = self.exchange.finish(self.exchange.start(key, subject, messages, lengths))
         frames.wait_s += time.perf_counter() - start
@@ -72,10 +72,10 @@ class AllReduce:
         pieces = frames.divide(row.cpu(), places)
         room = frames.room([pieces])
         length = frames.encode(pieces, places, f"{link.rank}:{shard}", room[HEAD:])
-        room[PREFIX] = frames.finite
+        room[PREFIX] = frames.mean.finite
         if frames.memory is not None:
             frames.memory.written(layout.shapes)
-        subject = Subject(frames.steps, _fingerprint([pieces], layout))
+        subject = Subject(frames.mean.steps, _fingerprint([pieces], layout))
         start = time.perf_counter()
         arrived = self.exchange.finish(self.exchange.start(key, subject, room, HEAD - PREFIX + length))
         frames.wait_s += time.perf_counter() - start

@@ -27,9 +27,7 @@ class FlatMemory:
 
     def at(self, name: str, part: slice, entries: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Of a part of a parameter with so many entries: memory to read, memory to write, and what to multiply the
-        first with. A module that is used twice in a step goes on from what its first use has left."""
-        if name in self._pending:
-            return self._spare[name][part], self._spare[name][part], self.scale / self._pending[name]
+        first with."""
         if name not in self._memory:
             self._memory[name] = torch.zeros(entries, dtype=self.dtype)
             self._scales[name] = self.scale
