@@ -14,7 +14,6 @@ the end, one byte each. Then all commit, or all roll back.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from .aggregate.shard_frames import ShardFrames
 from .aggregate.sharded import AllReduce, ReduceScatter
 from .correct.flat_memory import FlatMemory
 from .errors import GradwireError, SpecError, unknown_name
-from .fully_shard import Module, modules_of, weight_of
+from .fully_shard import Module, modules_of, warn_of_unused, weight_of
 from .recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class Handle:
         layout = module.current_layout()
         if flat.numel() != layout.row * layout.ranks or not flat.is_floating_point():
             # FSDP2 leaves out parameters without a gradient, and does not say which ones.
-            _warn_of_unused(module.name)
+            warn_of_unused(module.name)
             _reduce_scatter_tensor(out, flat, op=op, group=group)
             return
         weight = weight_of(op, self._link.world, module.divide_factor)
@@ -80,14 +79,14 @@ class Handle:
         layout = module.current_layout()
         weight = 1 / self._link.world if module.divide_factor is None else 1.0
         if len(row) != layout.row or not row.is_floating_point():
-            _warn_of_unused(module.name)
+            warn_of_unused(module.name)
             dist.all_reduce(row, group=self._link.group)
             row.mul_(weight)
             return
         self._run(lambda: self._all_reduce(module.name, layout, module.shard, row, weight))
 
     def _run(self, exchange: Callable[[], None]) -> None:
-        if not self._begun and self._scaler is not None and self.frames.memory is not None:
+        if self._scaler is not None and self.frames.memory is not None:
             self.frames.memory.scale = float(self._scaler.get_scale())
         self._begun = True
         # Each call asks for it, since a backward that failed leaves none behind; only the first has something to do.
@@ -203,12 +202,3 @@ def _check_for_shards(recipe: Recipe) -> None:
         raise SpecError(f"{name} clips whole gradients, of which FSDP2 sends parts: switch it off (clip_norm=0)")
     if recipe.values.get("k", "none") != "none":
         raise SpecError(f"{name} sends k entries of each tensor, but FSDP2 sends tensors in parts: give the share p")
-
-
-def _warn_of_unused(module: str) -> None:
-    warnings.warn(
-        f"module {module!r}: some of its parameters had no gradient in this step, and FSDP2 does not say which; its "
-        f"gradients travel uncompressed then (give such parameters a fully_shard of their own, or call "
-        f"set_reduce_scatter_unused_params(True) where torch has it)",
-        stacklevel=2,
-    )

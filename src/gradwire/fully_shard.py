@@ -11,6 +11,7 @@ it changes nothing, and the hook behind it does the work. All of it is the same 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,15 @@ def weight_of(op: Any, ranks: int, divide_factor: float | None) -> float:
     return 1.0
 
 
+def warn_of_unused(module: str) -> None:
+    warnings.warn(
+        f"module {module!r}: some of its parameters had no gradient in this step, and FSDP2 does not say which; its "
+        f"gradients travel uncompressed then (give such parameters a fully_shard of their own, or call "
+        f"set_reduce_scatter_unused_params(True) where torch has it)",
+        stacklevel=3,
+    )
+
+
 def modules_of(model: nn.Module) -> list[Module]:
     """All that FSDP2 shards in the model."""
     kind = _fsdp_module()
@@ -160,6 +170,8 @@ def modules_of(model: nn.Module) -> list[Module]:
             if len(groups) > 1:
                 raise GradwireError(f"parameters of {name!r} are on several meshes (shard_placement_fn): one is needed")
             found += [Module(module, name, _checked(group), names) for group in groups]
+    if not found:
+        raise GradwireError("fully_shard found no parameters in this model: there are no gradients to compress")
     return found
 
 
