@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .aggregate import auto
 from .aggregate.link import Link
 from .aggregate.pieces import Spec, parse_spec, recipe_of
 from .aggregate.shard_frames import ShardFrames
@@ -29,6 +30,7 @@ from .aggregate.sharded import AllReduce, ReduceScatter
 from .correct.flat_memory import FlatMemory
 from .errors import GradwireError, SpecError, unknown_name
 from .fully_shard import Module, modules_of, warn_of_unused, weight_of
+from .gradients import Scaler
 from .recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -39,11 +41,11 @@ _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Handle:
     """What `attach` returns: the compressed collectives of all wrapped modules, and what they remember."""
 
-    def __init__(self, modules: list[Module], spec: Spec, memory: torch.dtype | None, grad_scaler: Any):
+    def __init__(self, modules: list[Module], spec: Spec, memory: torch.dtype | None, scaler: Scaler | None):
         first = modules[0]
         self._modules = modules
         self._module_of = {name: module for module in modules for name in module.memory_sizes}
-        self._scaler = grad_scaler
+        self._scaler = scaler
         sizes = {name: size for module in modules for name, size in module.sizes.items()}
         self.frames = ShardFrames(spec, sizes, None if memory is None else FlatMemory(memory))
         self._link = Link(first.shard_group if first.replicas is None else first.replicas)
@@ -157,7 +159,7 @@ class Handle:
             module.restore()
 
 
-def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_scaler: Any = None) -> Handle:
+def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_scaler: Scaler | None = None) -> Handle:
     """Compress the gradients of a model to which fully_shard was applied; call it on the outermost module.
 
     `spec` is a recipe, or a dict from patterns of parameter names to recipes. Error memory covers whole parameters on
@@ -165,6 +167,8 @@ def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_s
     `grad_scaler`, since the loss scale is in the gradients. A model that is attached already gets the new recipe in
     place of the old one, and an empty error memory.
     """
+    if isinstance(spec, str) and auto.parse(spec) is not None:
+        raise SpecError("auto measures steps of DDP and DataParallel: with FSDP2 choose a recipe, such as co3")
     recipes = parse_spec(spec)
     for recipe in recipes.values():
         _check_for_shards(recipe)
