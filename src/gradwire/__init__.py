@@ -1,6 +1,6 @@
 """gradwire: communication-efficient distributed training for PyTorch."""
 
-from . import ddp
+from . import ddp, fsdp
 from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
@@ -21,6 +21,7 @@ __all__ = [
     "codec",
     "ddp",
     "decode",
+    "fsdp",
     "recipe",
     "recipes",
 ]
