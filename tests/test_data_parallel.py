@@ -327,7 +327,9 @@ def auto(rank: int) -> None:
 
 
 def refusals(rank: int) -> None:
-    check_raises(GradwireError, "takes the place", lambda: gradwire.DataParallel(nn.parallel.DistributedDataParallel(Net())))
+    check_raises(
+        GradwireError, "takes the place", lambda: gradwire.DataParallel(nn.parallel.DistributedDataParallel(Net()))
+    )
     check_raises(GradwireError, "torch.nn.Module", lambda: gradwire.DataParallel([1]))
     check_raises(GradwireError, "no parameter", lambda: gradwire.DataParallel(nn.ReLU()))
     check_raises(GradwireError, "no values yet", lambda: gradwire.DataParallel(nn.LazyLinear(3)))
