@@ -1,15 +1,16 @@
 """gradwire: communication-efficient distributed training for PyTorch."""
 
-from . import ddp
+from . import dcp, ddp
 from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
-from .errors import AggregateError, FrameError, GradwireError, SpecError
+from .errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
 from .local_sgd import LocalSGD
 
 __version__ = "0.1.0"
 __all__ = [
     "AggregateError",
+    "CheckpointError",
     "Codec",
     "FrameError",
     "GradwireError",
@@ -17,6 +18,7 @@ __all__ = [
     "SpecError",
     "allocate",
     "codec",
+    "dcp",
     "ddp",
     "decode",
     "recipe",

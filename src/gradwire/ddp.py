@@ -23,6 +23,7 @@ from .aggregate.mean import Mean
 from .aggregate.pieces import Spec
 from .correct.momentum import Takeover
 from .errors import GradwireError, SpecError
+from .memories import AllRanks, own_part, refuse_pickling
 from .recipe import Recipe
 
 
@@ -50,6 +51,7 @@ class State:
         optimizer: torch.optim.Optimizer | None = None,
     ):
         self.mean = Mean(spec, process_group)
+        self._only_spec = spec if model is None and process_group is None else None
         self.dense_bytes = 0
         self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
         self._names: dict[int, str] = {}
@@ -137,6 +139,12 @@ class State:
             self._takeover = None
             self.mean.factors = {}
 
+    def __reduce__(self) -> Any:
+        """Until it is used, a State is as good as its spec: launchers may send it to the processes they start."""
+        if self._only_spec is None or self._names:
+            refuse_pickling("the state of a hook in use")
+        return State, (self._only_spec,)
+
     def _by_name(self, by_id: dict[int, Any]) -> dict[str, Any]:
         return {self._names[i]: value for i, value in by_id.items()}
 
@@ -178,6 +186,10 @@ class _Slot:
         self.group = group
         self.state: State | None = None
 
+    def __reduce__(self) -> Any:
+        """Copies of DDP models have no hooks, so that they have no slot either, and can be attached."""
+        return type(None), ()
+
 
 def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return allreduce_hook(slot.group, bucket) if slot.state is None else slot.state.reduce(bucket)
@@ -196,7 +208,16 @@ class Handle:
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state.load_state_dict(state)
+        """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        self.state.load_state_dict(own_part(state, self._slot.group))
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same for all ranks at once, for checkpoints that rank 0 writes."""
+        return AllRanks(self, self._slot.group)
+
+    def __reduce__(self) -> Any:
+        refuse_pickling("a handle")
 
     def detach(self) -> None:
         """Back to plain all-reduce; the model can be attached again."""
