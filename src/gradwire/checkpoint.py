@@ -51,7 +51,11 @@ class Checkpoint:
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write the file whole or not at all: a crash at any moment leaves the previous one as it was."""
-    content = {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}}
+    write_whole(path, {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}})
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """torch.save to a file beside it, which takes its place when it is on the disk."""
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".gradwire-", dir=path.parent)
     except OSError as error:
