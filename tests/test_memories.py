@@ -33,11 +33,11 @@ SPEC = {"big*": "dgc:warmup=0", "norm*": "none", "*": "co3"}  # so that there ar
 class Run:
     """A model that is attached, and its optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, aggregate: str = "all_gather") -> None:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.handle = gradwire.ddp.attach(self.model, SPEC, optimizer=self.optimizer)
+        self.handle = gradwire.ddp.attach(self.model, SPEC, optimizer=self.optimizer, aggregate=aggregate)
 
     def train(self, rank: int, first: int, last: int) -> str:
         for step in range(first, last):
@@ -77,7 +77,11 @@ def work(rank: int, folder: Path) -> object:
     global FOLDER  # noqa: PLW0603
     FOLDER = folder
     memories.BATCH_BYTES = 60_000  # several batches, even of this small model
-    phases = [(3, [same_number]), (2, [fewer]), (3, [more, torn, sub_groups, pickling])]
+    phases = [
+        (3, [same_number, shards_of_three]),
+        (2, [fewer, shards_for_two]),
+        (3, [more, torn, sub_groups, pickling]),
+    ]
     failures: dict[str, str] = {}
     for i, (world, scenarios) in enumerate(phases):
         if rank < world:
@@ -186,7 +190,35 @@ def more(rank: int) -> None:
     start_from_mean(rank, FOLDER / "two")
 
 
-@pytest.mark.parametrize("scenario", ["fewer", "more"])
+def unsent(states: list[dict]) -> dict[str, torch.Tensor]:
+    """Of the mean gradient: the mean of the ranks' memories, and all that the owners of shards remember."""
+    total = {name: sum(s["memory"][name].double() for s in states) / len(states) for name in states[0]["memory"]}
+    for state in states:
+        for name, shards in state.get("shards", {}).items():
+            total[name] = total[name] + shards.double()
+    return total
+
+
+def shards_of_three(rank: int) -> None:
+    run = Run("scatter_reduce")
+    run.train(rank, 0, 4)
+    assert run.handle.state_dict()["shards"]
+    run.save(FOLDER / "shards")
+
+
+def shards_for_two(rank: int) -> None:
+    before = unsent(torch.load(FOLDER / "shards" / "single.pt", weights_only=True)["gradwire"]["ranks"])
+    for aggregate in ("all_gather", "scatter_reduce"):
+        for load in WAYS:
+            run = Run(aggregate)
+            load(run, FOLDER / "shards")
+            after = unsent(all_states(run))
+            for name, total in before.items():
+                torch.testing.assert_close(after[name], total, rtol=1e-6, atol=1e-9)
+            run.train(rank, 4, 6)
+
+
+@pytest.mark.parametrize("scenario", ["fewer", "more", "shards_of_three", "shards_for_two"])
 def test_another_number_of_ranks_starts_from_the_mean(results, scenario):
     check(results, scenario)
 

@@ -4,6 +4,7 @@ from . import dcp, ddp
 from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
+from .data_parallel import DataParallel
 from .errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
 from .local_sgd import LocalSGD
 
@@ -12,6 +13,7 @@ __all__ = [
     "AggregateError",
     "CheckpointError",
     "Codec",
+    "DataParallel",
     "FrameError",
     "GradwireError",
     "LocalSGD",

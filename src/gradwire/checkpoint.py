@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .errors import CheckpointError
-from .memories import mean
+from .memories import combined
 
 FORMAT = "gradwire checkpoint 1"
 
@@ -46,7 +46,7 @@ class Checkpoint:
         """
         if workers == self.workers:
             return self.error_memory[rank]
-        return mean(self.error_memory)
+        return combined(self.error_memory)
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:

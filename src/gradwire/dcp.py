@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CheckpointError
-from .memories import AllRanks, Path, batches, exchanged, leaves, mean, place, put
+from .memories import AllRanks, Path, batches, exchanged, leaves, mean, place, put, with_shards
 
 FORMAT = "gradwire shard 1"
 
@@ -165,7 +165,7 @@ class _Saved:
             for part in exchanged(means, self.group):
                 for path, tensor in part:
                     put(state, path, tensor)
-        return state
+        return with_shards(state, len(self.notes))
 
     def _values(self, number: int) -> dict[str, Any]:
         state: dict[str, Any] = {}

@@ -54,7 +54,12 @@ def own_part(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
     if state.get("format") != FORMAT or not isinstance(state["ranks"], list) or not state["ranks"]:
         raise CheckpointError(f"not a gathered state of this version of gradwire ({FORMAT!r})")
     rank, workers = place(group)
-    return state["ranks"][rank] if len(state["ranks"]) == workers else mean(state["ranks"])
+    return state["ranks"][rank] if len(state["ranks"]) == workers else combined(state["ranks"])
+
+
+def combined(states: list[Any]) -> Any:
+    """What every rank starts from on another number of workers."""
+    return with_shards(mean(states), len(states))
 
 
 def mean(states: list[Any], workers: int | None = None) -> Any:
@@ -73,6 +78,20 @@ def mean(states: list[Any], workers: int | None = None) -> Any:
             total += other
         return (total / workers).to(first.dtype)
     return first
+
+
+def with_shards(state: dict[str, Any], workers: int) -> dict[str, Any]:
+    """In a mean of states: what owners of shards have left to send (scatter-reduce) is of the mean gradient already.
+
+    So it counts in full. Who owns what is different on other workers, so that each takes it into its own memory.
+    """
+    state = dict(state)
+    memory = dict(state.get("memory", {}))
+    for name, shards in state.pop("shards", {}).items():
+        whole = workers * shards
+        state["memory"] = memory
+        memory[name] = memory[name] + whole if name in memory else whole
+    return state
 
 
 # ── gathering ──
