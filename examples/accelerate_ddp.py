@@ -1,7 +1,7 @@
 """Hugging Face Accelerate with compressed gradients: attach to the prepared model.
 
-accelerate launch --cpu --num_processes 2 examples/accelerate_ddp.py        # or torchrun --nproc-per-node 2
-accelerate launch --cpu --num_processes 2 examples/accelerate_ddp.py --resume
+torchrun --nproc-per-node 2 examples/accelerate_ddp.py
+torchrun --nproc-per-node 2 examples/accelerate_ddp.py --resume
 """
 
 import argparse
@@ -32,8 +32,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(TensorDataset(x, y), batch_size=64)  # of each process: two batches make a step
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-# ↓ the line; optimizer.optimizer is torch's own, which recipes with momentum (dgc, sbc, stc) take over
-handle = gradwire.ddp.attach(model, args.spec, optimizer=optimizer.optimizer)
+# ↓ the line; optimizer.optimizer is torch's own, for recipes that take over momentum; the scaler is None but for fp16
+handle = gradwire.ddp.attach(model, args.spec, optimizer=optimizer.optimizer, grad_scaler=accelerator.scaler)
 accelerator.register_for_checkpointing(handle.all_ranks)  # save_state and load_state then have the error memories
 
 step = 0

@@ -80,7 +80,7 @@ def work(rank: int, folder: Path) -> object:
     phases = [
         (3, [same_number, shards_of_three]),
         (2, [fewer, shards_for_two]),
-        (3, [more, torn, sub_groups, pickling]),
+        (3, [more, data_parallel, torn, sub_groups, pickling]),
     ]
     failures: dict[str, str] = {}
     for i, (world, scenarios) in enumerate(phases):
@@ -157,8 +157,23 @@ def same_number(rank: int) -> None:
     assert forgetful.train(rank, 4, 6) != straight
 
 
-def test_the_same_number_of_ranks_goes_on_bit_for_bit(results):
-    check(results, "same_number")
+def data_parallel(rank: int) -> None:
+    """The handle of gradwire.DataParallel is the same."""
+    model = gradwire.DataParallel(Net(), "co3")
+    loss_of(model, rank, 0).backward()
+    whole = [model.gradwire.all_ranks.state_dict()]
+    assert bool(whole[0]) == (rank == 0)
+    dist.broadcast_object_list(whole)
+    torch_dcp.save({"gradwire": gradwire.dcp.shard(model.gradwire)}, checkpoint_id=FOLDER / "data parallel")
+    for load in (lambda h: h.load_state_dict(whole[0]), lambda h: gradwire.dcp.load(h, FOLDER / "data parallel")):
+        other = gradwire.DataParallel(Net(), "co3")
+        load(other.gradwire)
+        assert digest(other.gradwire.state_dict()["memory"]) == digest(model.gradwire.state_dict()["memory"])
+
+
+@pytest.mark.parametrize("scenario", ["same_number", "data_parallel"])
+def test_the_same_number_of_ranks_goes_on_bit_for_bit(results, scenario):
+    check(results, scenario)
 
 
 def start_from_mean(rank: int, folder: Path) -> Run:
