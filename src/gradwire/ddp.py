@@ -53,6 +53,8 @@ class State(Gradients):
             if buffer.layout != torch.strided:
                 raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
             named = [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+            if self.plain:
+                return self._reduce_plainly(bucket, named)
             self.submit((bucket.index(), buffer.numel()), named)
             self._pending.append((buffer, future))
             if bucket.is_last():
@@ -66,10 +68,23 @@ class State(Gradients):
             raise
         return future
 
+    def _reduce_plainly(self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]) -> Any:
+        """As DDP does without a hook; what is left in error memories goes with it."""
+        for name, gradient in named:
+            memory = self.mean.residual.forget(name)
+            if memory is not None:
+                gradient.add_(memory.to(gradient.device).view(gradient.shape))
+        future = allreduce_hook(self.given_group, bucket)
+        self.count_plain(bucket.buffer().nbytes)
+        if bucket.is_last():
+            self.mean.end_step()
+            self.step_done()
+        return future
+
     def __reduce__(self) -> Any:
         """Until it is used, it is as good as its spec: launchers may send it to the processes that they start."""
         own = self.options
-        if self._names or self.group or own.optimizer or own.grad_scaler:
+        if self._names or self._group or own.optimizer or own.grad_scaler:
             refuse_pickling("the state of a hook in use")
         return functools.partial(State, self._spec, aggregate=own.aggregate, timeout=own.timeout), ()
 
