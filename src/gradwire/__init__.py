@@ -1,16 +1,17 @@
 """gradwire: communication-efficient distributed training for PyTorch."""
 
-from . import ddp, fsdp
+from . import dcp, ddp, fsdp
 from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
 from .data_parallel import DataParallel
-from .errors import AggregateError, FrameError, GradwireError, SpecError
+from .errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
 from .local_sgd import LocalSGD
 
 __version__ = "0.1.0"
 __all__ = [
     "AggregateError",
+    "CheckpointError",
     "Codec",
     "DataParallel",
     "FrameError",
@@ -19,6 +20,7 @@ __all__ = [
     "SpecError",
     "allocate",
     "codec",
+    "dcp",
     "ddp",
     "decode",
     "fsdp",

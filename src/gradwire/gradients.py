@@ -27,6 +27,7 @@ from .aggregate.pieces import Spec, parse_spec
 from .aggregate.reducer import ALL_GATHER, ALL_REDUCE, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
 from .errors import SpecError, unknown_name
+from .memories import AllRanks, own_part, refuse_pickling
 from .monitor import Error, Monitor, nmse
 from .recipe import Recipe
 
@@ -305,7 +306,16 @@ class Handle:
         return self.gradients.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.gradients.load_state_dict(state)
+        """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        self.gradients.load_state_dict(own_part(state, self.gradients.given_group))
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same for all ranks at once, for checkpoints that rank 0 writes."""
+        return AllRanks(self, self.gradients.given_group)
+
+    def __reduce__(self) -> Any:
+        refuse_pickling("a handle")
 
 
 def _by_host(link: Link) -> tuple[Link, Link]:
