@@ -98,9 +98,9 @@ def training(rank: int) -> None:
                 value = loss(model, rank, step % 2, spare=bool(step % 3))
                 value.backward()
                 optimizer.step()
-                losses.append(float(value.detach()))
+                losses.append(sum(gathered(float(value.detach()))))
             check_alike(model)
-            assert losses[-1] < 0.7 * losses[1], (aggregate, spec, losses)
+            assert losses[-1] < 0.85 * losses[0], (aggregate, spec, losses)
 
 
 def nothing_is_lost(rank: int) -> None:
@@ -117,7 +117,7 @@ def nothing_is_lost(rank: int) -> None:
                 in_all = true[name] + DECAY * before.get(name, torch.zeros(1))
                 error = (mean.double() + left[name] - in_all).abs()
                 assert bool((error <= 2e-6 * in_all.abs().max() + 1e-12).all()), (aggregate, step, name)
-                assert float(left[name].abs().max()) > 0
+                assert float(left[name].abs().max()) > 0 or mean.numel() <= 8, "the smallest are sent as they are"
             before = left
 
 

@@ -78,10 +78,9 @@ class Piece:
     def target(self) -> torch.Tensor:
         """Where frames are decoded to: the part itself, or a flat tensor for several of them."""
         first = self.parts[0]
-        return first.of(first.tensor) if len(self.parts) == 1 else self.scratch(first.tensor.dtype)
-
-    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(sum(self.sizes), dtype=dtype)
+        if len(self.parts) == 1:
+            return first.of(first.tensor)
+        return torch.empty(sum(self.sizes), dtype=first.tensor.dtype)
 
     def put(self, target: torch.Tensor) -> None:
         """The tensors become what was decoded."""
