@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import aggregate
 from .aggregate.all_gather import AllGather
+from .aggregate.handshake import compare, describe
 from .aggregate.mean import Mean
 from .aggregate.pieces import Spec
 from .correct.momentum import Takeover
@@ -230,5 +231,14 @@ def attach(
         slot = _Slot(model.process_group)
         model.register_comm_hook(slot, _slot_hook)
         object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
+    inner = model.module
+    link = state.mean.exchange
+    compare(
+        link,
+        {"spec": str({p: str(r) for p, r in state.mean.recipes.items()})},
+        describe(inner.named_parameters()),
+        link.roll_call,
+        link.names,
+    )
     slot.state = state
     return Handle(slot, state)

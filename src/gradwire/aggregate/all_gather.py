@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AggregateError
+from .lost import WAITING, explain
+from .roll_call import RollCall
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,6 +50,9 @@ class AllGather:
         self.group: dist.ProcessGroup = group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.device = torch.device("cuda") if "nccl" in dist.get_backend(self.group) else torch.device("cpu")
+        self.roll_call = RollCall(self.rank, self.world)
+        self.names = dist.get_process_group_ranks(self.group)
+        self.step = 0
         # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
         self._capacity: dict[Hashable, int] = {}
@@ -120,7 +125,7 @@ class AllGather:
         try:
             dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         size = sent.numel() * sent.element_size()
         self.bytes_sent += size * _children(self.rank, self.world)
         self.bytes_received += size * (self.rank > 0)
@@ -139,15 +144,20 @@ class AllGather:
         try:
             work = _all_gather_tensor(gathered, block, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         assert work is not None
         return gathered, work
 
     def _wait(self, work: dist.Work) -> None:
+        self.roll_call.at(self.step, WAITING)
         try:
             work.wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
+        self.roll_call.at(self.step, "computes")
+
+    def _lost(self, error: RuntimeError) -> AggregateError:
+        return AggregateError(explain(self.roll_call, error, self.names, timeout_of(self.group)))
 
 
 def _capacity(longest: int) -> int:
@@ -160,5 +170,8 @@ def _children(rank: int, world: int) -> int:
     return sum(1 for i in range(world.bit_length()) if 1 << i < lowest and rank + (1 << i) < world)
 
 
-def _lost(error: RuntimeError) -> AggregateError:
-    return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")
+def timeout_of(group: dist.ProcessGroup) -> float:
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return float("nan")

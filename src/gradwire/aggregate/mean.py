@@ -120,6 +120,8 @@ class Mean:
         self._sent.clear()
         self.finite = True
         self.steps += 1
+        self.exchange.step = self.steps
+        self.exchange.roll_call.at(self.steps, "computes")
 
     def abandon_step(self) -> None:
         self.residual.rollback()

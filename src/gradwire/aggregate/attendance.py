@@ -1,0 +1,49 @@
+"""Which ranks have not attached: asked of the store where the process group met.
+
+Before the handshake ranks do not know each other's addresses, and the collective in which they wait for the missing
+one does not say who it is. So each leaves a mark in the store first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import torch.distributed as dist
+
+PATIENCE = 2.0  # seconds: the store may be on the machine that is lost, and torch then waits for it without end
+
+_attached: Counter[str] = Counter()  # how many times this process did, by group
+
+
+class Attendance:
+    def __init__(self, group: dist.ProcessGroup, rank: int, world: int):
+        name = group.group_name
+        self._key = f"gradwire/attach/{name}/{_attached[name]}"
+        _attached[name] += 1
+        self._world = world
+        self._store = _store()
+        if self._store is not None:
+            self._store.set(f"{self._key}/{rank}", "")
+
+    def absent(self) -> list[int]:
+        """The ranks that have left no mark; empty if that cannot be found out."""
+        found: list[int] = []
+        thread = threading.Thread(target=self._look, args=(found,), daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        return list(found)
+
+    def _look(self, found: list[int]) -> None:
+        try:
+            missing = [r for r in range(self._world) if not self._store.check([f"{self._key}/{r}"])]
+        except (AttributeError, RuntimeError):  # there is none, or its host is lost
+            return
+        found.extend(missing)
+
+
+def _store() -> dist.Store | None:
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError):  # a private function of torch
+        return None

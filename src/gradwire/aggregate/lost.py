@@ -1,0 +1,94 @@
+"""Why a collective has failed, in words: which rank is lost, late, or had failed before.
+
+1. A rank that is gone, stopped or cannot be reached is named, unless it had said before that it has failed itself.
+2. Else it is the cause that another rank has told: it found a damaged message, say, and has left.
+3. Else it is the rank that answers but was not in this exchange: it is at another step, or still computing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from .roll_call import ALIVE, GONE, PATIENCE, SILENT, Board, RollCall
+
+WAITING = "waits for the others"  # what a rank is doing that is where it should be
+
+
+def explain(roll_call: RollCall, error: BaseException, names: list[int], timeout: float) -> str:
+    """The cause of `error`, which torch has raised in a collective; `names` are the ranks' numbers for the user.
+
+    Takes PATIENCE seconds and a little at most, and raises nothing.
+    """
+    deadline = time.monotonic() + PATIENCE
+    board = roll_call.board
+    with board.news:
+        second, board.own.failed = board.own.failed, True  # whoever is asked from now on, says so
+        if second:  # collectives that were under way fail in the wake of the first
+            board.news.wait_for(lambda: board.own.cause, deadline - time.monotonic())
+            return board.own.cause or f"the exchange had failed already ({_short(error)})"
+    found = roll_call.ask()
+    timed_out = "imed out" in str(error) or "imeout" in str(error)
+    waited = f"within {timeout:g} s" if timed_out else "any more"
+    lost = [_lost(names[r], state, waited) for r, state in found.items() if state != ALIVE and not _excused(board, r)]
+    cause = "; ".join(lost) or _told(board, deadline, names) or _late(board, names, waited)
+    cause = cause or _unknown(roll_call, timed_out, timeout)
+    roll_call.tell(cause, [r for r, state in found.items() if state in (ALIVE, SILENT)])
+    return f"{cause} ({_short(error)})"
+
+
+def _excused(board: Board, rank: int) -> bool:
+    """It had told us that it has failed, and may have ended since."""
+    with board.news:
+        report = board.others.get(rank)
+        return report is not None and report.failed
+
+
+def _lost(rank: int, state: str, waited: str) -> str:
+    if state == GONE:
+        return f"rank {rank} is gone: its process has ended or was killed"
+    if state == SILENT:
+        return f"rank {rank} does not answer {waited}: its process is stopped or hangs"
+    return f"rank {rank} cannot be reached {waited}: its machine or the network to it is down"
+
+
+def _told(board: Board, deadline: float, names: list[int]) -> str:
+    """The first cause that another rank has found; those that have failed are given time to find it."""
+    with board.news:
+        while True:
+            failed = {rank: report.cause for rank, report in sorted(board.others.items()) if report.failed}
+            causes = [cause for cause in failed.values() if cause]
+            left = deadline - time.monotonic()
+            if causes or not failed:
+                return causes[0] if causes else ""
+            if left <= 0:
+                who = ", ".join(f"rank {names[rank]}" for rank in failed)
+                return f"{who} had failed before this rank came to the exchange, and did not say why"
+            board.news.wait(left)
+
+
+def _late(board: Board, names: list[int], waited: str) -> str:
+    """Those that are not where this rank is."""
+    own = board.own
+    with board.news:
+        others = [r for _, r in sorted(board.others.items()) if (r.step, r.doing) != (own.step, own.doing)]
+    if not others:
+        return ""
+    here = f"rank {names[own.rank]} {own.doing} in step {own.step}"
+    there = (f"rank {names[r.rank]} is alive and {r.doing} in step {r.step}, for {r.seconds:.0f} s" for r in others)
+    return f"not all ranks have come to the exchange {waited}: {here}, {'; '.join(there)}"
+
+
+def _unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
+    if not roll_call.reaches_all:
+        return (
+            "lost a peer, or it did not answer within the process group's timeout; nobody knows which one, since "
+            "ranks cannot reach each other at the ports that gradwire asks at"
+        )
+    if timed_out:
+        return f"all ranks are there, but the exchange took longer than the process group's timeout of {timeout:g} s"
+    return "a connection was lost, though all ranks are there"
+
+
+def _short(error: BaseException) -> str:
+    """The first line, without torch's stack."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

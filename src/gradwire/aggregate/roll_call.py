@@ -1,0 +1,231 @@
+"""Who is still there: asked of every rank, over sockets of our own, when a collective has failed.
+
+Gloo and NCCL say that a connection was closed or that time is up; not who is to blame. And the group that has failed
+cannot be used to find out. So every rank has a listening socket and a thread that answers on it:
+
+1. A rank whose collective has failed connects to all others. From one that was killed the connection is refused; one
+   that is stopped accepts it, since its kernel does, and is silent; all others answer what they are doing.
+2. Having asked is also an announcement: who was asked knows that the other has failed by itself. If that process has
+   ended a moment later, it is not taken for the lost one.
+3. When it has made up its mind (`lost.py`), it tells the others why, before it raises.
+
+All of that takes PATIENCE seconds at most, and nothing at all while training goes well. Addresses and the token that
+a question must bear come with the handshake. A peer that could not be reached then (a firewall) is never named.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from .addresses import own_address, pack_address, unpack_address
+
+PATIENCE = 3.0  # seconds for all answers
+TOKEN = 16  # bytes
+LONGEST = 1 << 16  # of a message
+
+ALIVE, GONE, SILENT, UNREACHABLE = "alive", "gone", "silent", "unreachable"
+
+
+@dataclass
+class Report:
+    """What a rank says about itself."""
+
+    rank: int
+    step: int = 0
+    doing: str = "has not begun to train"
+    seconds: float = 0.0  # for how long
+    failed: bool = False
+    cause: str = ""  # why, once it is known
+
+
+@dataclass
+class Board:
+    """What the answering thread shares with its rank; it must not keep the rest of it alive."""
+
+    token: bytes
+    own: Report
+    since: float = field(default_factory=time.monotonic)
+    others: dict[int, Report] = field(default_factory=dict)  # the last that was heard of them
+    news: threading.Condition = field(default_factory=threading.Condition)
+
+    def report(self) -> bytes:
+        with self.news:
+            own = {**vars(self.own), "seconds": time.monotonic() - self.since}
+        text = json.dumps(own).encode()
+        return self.token + len(text).to_bytes(4, "little") + text
+
+    def hear(self, report: Report) -> None:
+        with self.news:
+            before = self.others.get(report.rank)
+            if before is None or not before.cause:  # the first cause is the true one; later ones follow from it
+                self.others[report.rank] = report
+            self.news.notify_all()
+
+
+class RollCall:
+    def __init__(self, rank: int, world: int):
+        self.rank, self.world = rank, world
+        self.board = Board(os.urandom(TOKEN), Report(rank))
+        self._listener = _listen()
+        self._addresses: list[tuple[str, int] | None] = []
+        self._reached: set[int] = set()
+        if self._listener is not None:
+            _listeners.add(self._listener)
+            weakref.finalize(self, _close, self._listener)
+
+    @property
+    def address(self) -> bytes:
+        """Where this rank answers: 18 bytes, zeros if nowhere."""
+        return pack_address(self._listener)
+
+    def meet(self, addresses: list[bytes], token: bytes) -> None:
+        """From now on, answer the others; and see whether they can be reached, without waiting for it."""
+        self._addresses = [unpack_address(a) for a in addresses]
+        self.board.token = token
+        if self._listener is not None:
+            threading.Thread(target=_answer, args=(self._listener, self.board), daemon=True).start()
+        threading.Thread(target=_probe, args=(weakref.proxy(self),), daemon=True).start()
+
+    def at(self, step: int, doing: str) -> None:
+        """What this rank says if it is asked."""
+        board = self.board
+        if (board.own.step, board.own.doing) != (step, doing):
+            board.own.step, board.own.doing, board.since = step, doing, time.monotonic()
+
+    def ask(self, seconds: float = PATIENCE) -> dict[int, str]:
+        """For every other rank that could ever be reached, whether it is there. What they say is on the board."""
+        peers = [r for r in range(len(self._addresses)) if r != self.rank and r in self._reached]
+        return self._speak(peers, seconds)
+
+    def tell(self, cause: str, peers: Iterable[int] | None = None) -> None:
+        """This rank has failed, and why. Nobody's answer is waited for: who is stopped now may read it later."""
+        with self.board.news:
+            self.board.own.failed, self.board.own.cause = True, cause[: LONGEST // 16]
+            self.board.news.notify_all()
+        self._speak(self._reached if peers is None else peers, PATIENCE / 3, answer=False)
+
+    @property
+    def reaches_all(self) -> bool:
+        return len(self._reached) == self.world - 1
+
+    def _probe(self) -> None:
+        peers = [r for r, address in enumerate(self._addresses) if r != self.rank and address is not None]
+        found = self._speak(peers, PATIENCE)
+        self._reached = {rank for rank, state in found.items() if state == ALIVE}
+
+    def _speak(self, peers: Iterable[int], seconds: float, answer: bool = True) -> dict[int, str]:
+        peers, deadline = list(peers), time.monotonic() + seconds
+        if not peers:
+            return {}
+        try:
+            with ThreadPoolExecutor(min(len(peers), 64), "gradwire-roll-call") as pool:
+                return dict(zip(peers, pool.map(lambda r: self._speak_to(r, deadline, answer), peers), strict=True))
+        except RuntimeError:  # the interpreter is shutting down and starts no threads
+            return {}
+
+    def _speak_to(self, rank: int, deadline: float, answer: bool) -> str:
+        """Say what this rank does, and hear what that one does."""
+        address = self._addresses[rank]
+        assert address is not None
+        state = UNREACHABLE
+        try:
+            with socket.create_connection(address, timeout=_left(deadline)) as connection:
+                state = SILENT
+                connection.sendall(self.board.report())
+                if not answer:
+                    return state
+                report = _receive(connection, self.board.token, deadline)
+        except ConnectionError:  # refused, reset, or closed before it had answered
+            return GONE
+        except (OSError, ValueError):
+            return state
+        self.board.hear(report)
+        return ALIVE if report.rank == rank else GONE  # another process may have got its port
+
+
+def _probe(roll_call: RollCall) -> None:
+    with suppress(ReferenceError):
+        roll_call._probe()
+
+
+# ── the answering side ──
+
+
+def _listen() -> socket.socket | None:
+    """None where there is no address to listen at: then nobody can be named, but all else works."""
+    try:
+        address = own_address()
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.bind((address, 0))
+        listener.listen(1024)
+        return listener
+    except OSError:
+        return None
+
+
+_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close(listener: socket.socket) -> None:
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    listener.close()
+
+
+def _close_in_child() -> None:
+    # A forked worker of a data loader would hold the socket of a killed rank open.
+    for listener in list(_listeners):
+        listener.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _answer(listener: socket.socket, board: Board) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # closed
+        with connection, suppress(OSError, ValueError):
+            # Questions are short and sent at once: a peer that hesitates must not keep the others waiting.
+            board.hear(_receive(connection, board.token, time.monotonic() + 0.5))
+            connection.sendall(board.report())
+
+
+def _receive(connection: socket.socket, token: bytes, deadline: float) -> Report:
+    head = _exactly(connection, TOKEN + 4, deadline)
+    length = int.from_bytes(head[TOKEN:], "little")
+    if not hmac.compare_digest(head[:TOKEN], token) or length > LONGEST:
+        raise ValueError("not one of us")
+    values = json.loads(_exactly(connection, length, deadline))
+    report = Report(**{name: values[name] for name in Report.__dataclass_fields__})
+    if not isinstance(report.rank, int):
+        raise ValueError("no rank")
+    return report
+
+
+def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < length:
+        connection.settimeout(_left(deadline))
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionResetError("closed")
+        data += part
+    return data
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
