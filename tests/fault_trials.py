@@ -6,7 +6,6 @@ python tests/fault_trials.py --tries 20        20 kills and 20 stops, at varied 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -111,7 +110,7 @@ def run(trial: Trial) -> list[Outcome]:
         for process in ranks:
             process.start()
         try:
-            _wait(lambda: (folder / "fault").exists(), 60)
+            _wait(lambda: (folder / "fault").exists() or any(folder.glob("*.json")), 90)
             deadline = time.monotonic() + 2 * TIMEOUT + GRACE + 10
             ends = {}
             while len(ends) < trial.world - 1 and time.monotonic() < deadline:
@@ -125,7 +124,8 @@ def run(trial: Trial) -> list[Outcome]:
             for process in ranks:
                 process.kill()
                 process.join()
-        fault = float((folder / "fault").read_text())
+        path = folder / "fault"
+        fault = float(path.read_text()) if path.exists() else 0.0
         outcomes = []
         for rank, process in enumerate(ranks):
             path = folder / f"{rank}.json"
@@ -140,6 +140,8 @@ def run(trial: Trial) -> list[Outcome]:
 def _rank(trial: Trial, rank: int, where: str, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    (folder / f"ready.{rank}").touch()
+    _wait(lambda: len(list(folder.glob("ready.*"))) == trial.world, 90)  # the timeout counts from the first on
     try:
         dist.init_process_group("gloo", where, rank=rank, world_size=trial.world, timeout=timedelta(seconds=TIMEOUT))
         _train(trial, rank, folder)
@@ -243,9 +245,8 @@ def main() -> None:
                 flush=True,
             )
     for fault, outcomes in good.items():
-        print(
-            f"{fault}: every survivor raised AggregateError in time, naming rank and cause, in {sum(outcomes)} of {len(outcomes)} tries"
-        )
+        share = f"{sum(outcomes)} of {len(outcomes)}"
+        print(f"{fault}: every survivor raised AggregateError in time, naming rank and cause, in {share} tries")
     sys.exit(not all(map(all, good.values())))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -151,7 +152,9 @@ class AllGather:
     def _wait(self, work: dist.Work) -> None:
         self.roll_call.at(self.step, WAITING)
         try:
-            work.wait()
+            while not wait_a_while(work):
+                if self.roll_call.somebody_failed():
+                    raise RuntimeError("another rank has given up")
         except RuntimeError as error:
             raise self._lost(error) from error
         self.roll_call.at(self.step, "computes")
@@ -168,6 +171,17 @@ def _children(rank: int, world: int) -> int:
     """To how many ranks this one passes a broadcast on: Gloo's binomial tree, in which r has its bits above it."""
     lowest = rank & -rank or world
     return sum(1 for i in range(world.bit_length()) if 1 << i < lowest and rank + (1 << i) < world)
+
+
+def wait_a_while(work: dist.Work, seconds: float = 0.5) -> bool:
+    """Whether it is done."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

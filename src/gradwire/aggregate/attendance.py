@@ -29,15 +29,17 @@ class Attendance:
     def absent(self) -> list[int]:
         """The ranks that have left no mark; empty if that cannot be found out."""
         found: list[int] = []
-        thread = threading.Thread(target=self._look, args=(found,), daemon=True)
+        if self._store is None:
+            return found
+        thread = threading.Thread(target=self._look, args=(self._store, found), daemon=True)
         thread.start()
         thread.join(PATIENCE)
         return list(found)
 
-    def _look(self, found: list[int]) -> None:
+    def _look(self, store: dist.Store, found: list[int]) -> None:
         try:
-            missing = [r for r in range(self._world) if not self._store.check([f"{self._key}/{r}"])]
-        except (AttributeError, RuntimeError):  # there is none, or its host is lost
+            missing = [r for r in range(self._world) if not store.check([f"{self._key}/{r}"])]
+        except RuntimeError:  # its host is lost
             return
         found.extend(missing)
 

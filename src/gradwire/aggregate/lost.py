@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from .roll_call import ALIVE, GONE, PATIENCE, SILENT, Board, RollCall
@@ -25,7 +26,7 @@ def explain(roll_call: RollCall, error: BaseException, names: list[int], timeout
         second, board.own.failed = board.own.failed, True  # whoever is asked from now on, says so
         if second:  # collectives that were under way fail in the wake of the first
             board.news.wait_for(lambda: board.own.cause, deadline - time.monotonic())
-            return board.own.cause or f"the exchange had failed already ({_short(error)})"
+            return f"{board.own.cause or 'the exchange had failed already'} ({_short(error)})"
     found = roll_call.ask()
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"
@@ -90,5 +91,6 @@ def _unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """The first line, without torch's stack."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    """The first line, without where in Gloo it was raised, and without its advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] |\.? This is typically.*$", "", line)[:300]

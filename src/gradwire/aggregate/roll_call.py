@@ -118,6 +118,10 @@ class RollCall:
     def reaches_all(self) -> bool:
         return len(self._reached) == self.world - 1
 
+    def somebody_failed(self) -> bool:
+        """Whether another rank has said so: then there is nothing to wait for."""
+        return any(report.failed for report in list(self.board.others.values()))
+
     def _probe(self) -> None:
         peers = [r for r, address in enumerate(self._addresses) if r != self.rank and address is not None]
         found = self._speak(peers, PATIENCE)
