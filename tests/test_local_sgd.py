@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError, GradwireError, LocalSGD, SpecError, tasks, wire
-from gradwire.aggregate.all_gather import _children
+from gradwire.aggregate.link import children as _children
 from gradwire.checkpoint import Checkpoint, CheckpointError, load
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training

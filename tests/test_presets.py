@@ -17,7 +17,7 @@ from torch import nn
 
 import gradwire
 from gradwire import AggregateError, LocalSGD, SpecError, wire
-from gradwire.aggregate.all_gather import PREFIX
+from gradwire.aggregate.message import PREFIX
 from gradwire.catalogue import recipe
 from gradwire.convert.sparse import sent_positions
 from gradwire.recipe import MOST, budget_parts

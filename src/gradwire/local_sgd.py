@@ -19,7 +19,6 @@ import copy
 import hashlib
 import operator
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -32,9 +31,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .aggregate import updates
+from .aggregate.all_gather import AllGather
 from .aggregate.buffers import Buffers
+from .aggregate.handshake import describe
+from .aggregate.link import Link
 from .aggregate.mean import Mean
-from .aggregate.pieces import Spec, own_recipe, parse_spec
+from .aggregate.pieces import Spec, own_recipe, parse_spec, spec_text
 from .correct.momentum import mask_optimizer, reset_optimizer
 from .errors import AggregateError, GradwireError, SpecError
 
@@ -66,7 +68,9 @@ class LocalSGD:
         _check(model, optimizer)
         self.model, self.optimizer = model, optimizer
         spec, of_buffers = _divide_spec(spec)
-        self.mean = Mean(spec, process_group)
+        self.mean = Mean(spec)
+        self._group = process_group
+        self._gather: AllGather | None = None
         self._parameters = _trainable(model)
         self._check_recipes()
         slowest = max(self.mean.recipes.values(), key=lambda chosen: chosen.sync_every)
@@ -122,6 +126,12 @@ class LocalSGD:
                 self._sync(left=True, flush=True)
             self._inside = False
 
+    def _connected(self) -> AllGather:
+        if self._gather is None:
+            self._gather = AllGather(Link(self._group))
+            self.mean.rank, self.mean.world = self._gather.link.rank, self._gather.link.world
+        return self._gather
+
     @torch.no_grad()
     def _start_alike(self) -> None:
         """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
@@ -131,18 +141,18 @@ class LocalSGD:
                 self._anchor[name].copy_(self._parameters[name])
             if loaded or not self._inside:
                 self._buffers.follow()
-        exchange = self.mean.exchange
-        states = exchange.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
-        if len({state[:4] for state in states}) > 1:
-            raise AggregateError("ranks have different models or specs: all must have the same")
-        if len({state[4:-1] for state in states}) > 1:
+        link = self._connected().link
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        link.agree({"spec": spec_text(self.mean.recipes)}, describe(named))
+        states = link.gather_short(self._digest() + bytes([self.pending > 0]))
+        if len({state[:-1] for state in states}) > 1:
             if any(state[-1] for state in states):
                 raise AggregateError(
                     "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
                 )
             self._take_common()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                exchange.broadcast(tensor)
+                link.broadcast(tensor)
             for name, parameter in self._parameters.items():
                 self._anchor[name].copy_(parameter)
             self._buffers.follow()
@@ -157,12 +167,6 @@ class LocalSGD:
             for name, p in self._parameters.items()
             if not any(torch.equal(p, t.to(p.dtype)) for t in (self._anchor[name], self._beginning(name)))
         ]
-
-    def _shapes(self) -> bytes:
-        """What differs where ranks have other tensors, or code them differently."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        text = f"{self.mean.recipes} {[(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in named]}"
-        return zlib.crc32(text.encode()).to_bytes(4, "little")
 
     def _digest(self) -> bytes:
         """What differs where ranks have other numbers in them."""
@@ -211,11 +215,15 @@ class LocalSGD:
             with_buffers = send and self.mean.steps % self._buffers_every == 0
         try:
             self.mean.clock = self.steps
-            messages = updates.exchange(self.mean, self._buffers, means, send, left, with_buffers, flush)
-        except BaseException:
+            messages = updates.exchange(
+                self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
+            )
+        except BaseException as error:
+            if isinstance(error, AggregateError) or not isinstance(error, GradwireError):
+                self._connected().link.give_up(error)
             self.mean.abandon_step()
             raise
-        own = messages[self.mean.exchange.rank]
+        own = messages[self.mean.rank]
         if any(message.usable for message in messages):
             self._move(means)
             self.syncs += 1
@@ -227,6 +235,7 @@ class LocalSGD:
             sent = self.mean.take_sent()
             mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
         self.mean.end_step()
+        self._connected().link.at_step(self.mean.steps)
         if left:
             self._take_common()
         elif any(message.sent for message in messages):
@@ -284,11 +293,14 @@ class LocalSGD:
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank; `dense_bytes` is what fp32 gradients of all local steps would have been."""
-        own = self.mean.stats()
+        own, gather = self.mean.stats(), self._gather
         return {
             "steps": self.steps - self._steps_before,
             "syncs": self.syncs,
             **own,
+            "wire_bytes_sent": gather.link.bytes_sent if gather else 0,
+            "wire_bytes_received": gather.link.bytes_received if gather else 0,
+            "wait_s": gather.wait_s if gather else 0.0,
             "dense_bytes": self.dense_bytes,
             "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
         }

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 import torch.distributed as dist
+
+from ..errors import AggregateError
 
 PATIENCE = 2.0  # seconds: the store may be on the machine that is lost, and torch then waits for it without end
 
@@ -25,6 +28,17 @@ class Attendance:
         self._store = _store()
         if self._store is not None:
             self._store.set(f"{self._key}/{rank}", "")
+
+    def missed(self, error: RuntimeError, ranks: Sequence[int], timeout: float) -> AggregateError:
+        """Why the others could not be met; `ranks` are the numbers that users know them by."""
+        absent = [ranks[r] for r in self.absent()]
+        if not absent:
+            return AggregateError(f"could not connect to the other ranks within {timeout:g} s: {error}")
+        who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+        return AggregateError(
+            f"{who} did not attach within {timeout:g} s: killed, stalled, late, or without gradwire; all ranks must "
+            f"attach the same models in the same order"
+        )
 
     def absent(self) -> list[int]:
         """The ranks that have left no mark; empty if that cannot be found out."""

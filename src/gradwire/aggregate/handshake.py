@@ -59,15 +59,14 @@ def describe(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     }
 
 
-def compare(
-    link: Gathering, facts: Mapping[str, str], tensors: Facts, roll_call: RollCall, names: Sequence[int]
-) -> None:
-    """Raise an AggregateError on all ranks unless they have the same facts and tensors. `names` are their numbers.
+def compare(link: Gathering, facts: Mapping[str, str], tensors: Facts, roll_call: RollCall) -> None:
+    """Raise an AggregateError on all ranks unless they have the same facts and tensors.
 
     Ranks get to know each other's addresses, too.
     """
     from .. import __version__  # not above: gradwire itself is being imported there
 
+    names = roll_call.ranks
     facts = {"version": __version__, **facts}
     text = json.dumps([facts, tensors]).encode()
     hello = HELLO.pack(

@@ -9,19 +9,66 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from .roll_call import ALIVE, GONE, PATIENCE, SILENT, Board, RollCall
 
 WAITING = "waits for the others"  # what a rank is doing that is where it should be
 
 
-def explain(roll_call: RollCall, error: BaseException, names: list[int], timeout: float) -> str:
-    """The cause of `error`, which torch has raised in a collective; `names` are the ranks' numbers for the user.
+SLICE, POLL, LOOK = 0.25, 0.0002, 5.0  # seconds: to wait at a time, on a GPU, and until we look after the others
+
+
+def wait(work: dist.Work, roll_call: RollCall | None, on_gpu: bool, timeout: float) -> None:
+    """Until it is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
+
+    Gloo reports a closed connection to the neighbours of a lost rank only, and NCCL to nobody; the others would wait
+    for the timeout, which is half an hour by default.
+    """
+    start = looked = time.monotonic()
+    if roll_call is not None:
+        roll_call.at(WAITING)
+    while not _done(work, on_gpu):
+        now = time.monotonic()
+        if roll_call is not None and roll_call.somebody_failed():
+            raise RuntimeError("another rank has failed")
+        if roll_call is not None and now - looked > LOOK:
+            looked = now
+            if GONE in roll_call.ask().values():
+                raise RuntimeError("a peer has gone")
+        # At the timeout NCCL's watchdog ends the whole process: what is to be said must be said before.
+        if on_gpu and now - start > max(timeout - PATIENCE - 2, timeout / 2):
+            raise RuntimeError(f"Timed out after {now - start:.0f} s")
+    if roll_call is not None:
+        roll_call.at("computes")
+
+
+def _done(work: dist.Work, on_gpu: bool) -> bool:
+    """Whether it is, after a while."""
+    if on_gpu:  # there `wait` would wait for nothing, or for ever
+        if not work.is_completed():
+            time.sleep(POLL)
+            return False
+    else:
+        try:
+            work.wait(timedelta(seconds=SLICE))
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+    work.wait()  # raises if it has failed
+    return True
+
+
+def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
+    """The cause of `error`, which torch has raised in a collective of this timeout.
 
     Takes PATIENCE seconds and a little at most, and raises nothing.
     """
     deadline = time.monotonic() + PATIENCE
-    board = roll_call.board
+    board, names = roll_call.board, roll_call.ranks
     with board.news:
         second, board.own.failed = board.own.failed, True  # whoever is asked from now on, says so
         if second:  # collectives that were under way fail in the wake of the first

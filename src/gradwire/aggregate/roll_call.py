@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Report:
 
     rank: int
     step: int = 0
-    doing: str = "has not begun to train"
+    doing: str = "has just attached"
     seconds: float = 0.0  # for how long
     failed: bool = False
     cause: str = ""  # why, once it is known
@@ -73,12 +73,15 @@ class Board:
 
 
 class RollCall:
-    def __init__(self, rank: int, world: int):
-        self.rank, self.world = rank, world
+    """`ranks` are the numbers that the user knows the ranks of the group by."""
+
+    def __init__(self, rank: int, ranks: Sequence[int]):
+        self.rank, self.ranks = rank, list(ranks)
         self.board = Board(os.urandom(TOKEN), Report(rank))
         self._listener = _listen()
         self._addresses: list[tuple[str, int] | None] = []
         self._reached: set[int] = set()
+        self._probed = threading.Event()
         if self._listener is not None:
             _listeners.add(self._listener)
             weakref.finalize(self, _close, self._listener)
@@ -90,22 +93,24 @@ class RollCall:
 
     def meet(self, addresses: list[bytes], token: bytes) -> None:
         """From now on, answer the others; and see whether they can be reached, without waiting for it."""
+        if self._addresses:
+            return  # they have met before
         self._addresses = [unpack_address(a) for a in addresses]
         self.board.token = token
         if self._listener is not None:
             threading.Thread(target=_answer, args=(self._listener, self.board), daemon=True).start()
         threading.Thread(target=_probe, args=(weakref.proxy(self),), daemon=True).start()
 
-    def at(self, step: int, doing: str) -> None:
+    def at(self, doing: str, step: int | None = None) -> None:
         """What this rank says if it is asked."""
-        board = self.board
-        if (board.own.step, board.own.doing) != (step, doing):
-            board.own.step, board.own.doing, board.since = step, doing, time.monotonic()
+        self.board.own.doing, self.board.since = doing, time.monotonic()
+        if step is not None:
+            self.board.own.step = step
 
     def ask(self, seconds: float = PATIENCE) -> dict[int, str]:
         """For every other rank that could ever be reached, whether it is there. What they say is on the board."""
-        peers = [r for r in range(len(self._addresses)) if r != self.rank and r in self._reached]
-        return self._speak(peers, seconds)
+        self._probed.wait(seconds if self._addresses else 0)
+        return self._speak(sorted(self._reached), seconds)
 
     def tell(self, cause: str, peers: Iterable[int] | None = None) -> None:
         """This rank has failed, and why. Nobody's answer is waited for: who is stopped now may read it later."""
@@ -116,7 +121,7 @@ class RollCall:
 
     @property
     def reaches_all(self) -> bool:
-        return len(self._reached) == self.world - 1
+        return len(self._reached) == len(self.ranks) - 1
 
     def somebody_failed(self) -> bool:
         """Whether another rank has said so: then there is nothing to wait for."""
@@ -126,6 +131,7 @@ class RollCall:
         peers = [r for r, address in enumerate(self._addresses) if r != self.rank and address is not None]
         found = self._speak(peers, PATIENCE)
         self._reached = {rank for rank, state in found.items() if state == ALIVE}
+        self._probed.set()
 
     def _speak(self, peers: Iterable[int], seconds: float, answer: bool = True) -> dict[int, str]:
         peers, deadline = list(peers), time.monotonic() + seconds
