@@ -43,21 +43,24 @@ STEP = 3  # in which it happens: DDP has rebuilt its buckets by then
 # ── the ways in which a model is wrapped ──
 
 
-def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str) -> nn.Module:
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str, aggregate: str) -> nn.Module:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    gradwire.ddp.attach(wrapped, spec, optimizer=optimizer)
+    gradwire.ddp.attach(wrapped, spec, optimizer=optimizer, aggregate=aggregate)
     return wrapped
 
 
-def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str) -> nn.Module:
-    gradwire.LocalSGD(model, optimizer, spec, sync_every=1).__enter__()
+def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    gradwire.LocalSGD(model, optimizer, "co3", sync_every=1).__enter__()
     return model
 
 
 WRAPPINGS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = {
-    "ddp, co3": lambda model, optimizer: _ddp(model, optimizer, "co3"),
-    "ddp, sbc": lambda model, optimizer: _ddp(model, optimizer, "sbc"),
-    "LocalSGD": lambda model, optimizer: _local_sgd(model, optimizer, "co3"),
+    "ddp co3": lambda model, optimizer: _ddp(model, optimizer, "co3", "all_gather"),
+    "ddp co3 scatter": lambda model, optimizer: _ddp(model, optimizer, "co3", "scatter_reduce"),
+    "ddp sbc": lambda model, optimizer: _ddp(model, optimizer, "sbc", "all_gather"),
+    "DataParallel": lambda model, _: gradwire.DataParallel(model, "co3", aggregate="all_gather"),
+    "DataParallel scatter": lambda model, _: gradwire.DataParallel(model, "co3", aggregate="scatter_reduce"),
+    "LocalSGD": _local_sgd,
 }
 
 
@@ -70,7 +73,7 @@ class Trial:
     world: int
     victim: int
     place: str
-    wrapping: str = "ddp, co3"
+    wrapping: str = "ddp co3"
     store: str = "tcp"
     ending: str = "exit"
 
@@ -218,7 +221,7 @@ def varied(tries: int, seed: int) -> Iterator[Trial]:
             world = (2, 3, 4)[i % 3]
             yield Trial(
                 fault, world, generator.randrange(world), PLACES[i % len(PLACES)],
-                list(WRAPPINGS)[i % len(WRAPPINGS)] if i >= 3 else "ddp, co3",
+                list(WRAPPINGS)[i % len(WRAPPINGS)],
                 generator.choice(STORES), generator.choice(ENDINGS),
             )  # fmt: skip
 

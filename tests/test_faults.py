@@ -21,7 +21,7 @@ from gradwire.aggregate.roll_call import ALIVE, GONE, SILENT, Report, RollCall
 TRIALS = (
     Trial(KILL, 2, 0, "backward", store="tcp", ending="exit"),
     Trial(KILL, 4, 1, "backward", store="file", ending="linger"),  # a ring: rank 3 has no connection to rank 1
-    Trial(KILL, 3, 2, "any moment", "ddp, sbc", ending="destroy group"),
+    Trial(KILL, 3, 2, "any moment", "DataParallel scatter", ending="destroy group"),
     Trial(STOP, 3, 0, "forward", store="tcp", ending="exit"),  # the host of the store
     Trial(STOP, 2, 1, "between steps", "LocalSGD", store="file", ending="destroy group"),
 )

@@ -59,6 +59,7 @@ class Gradients:
         self._group = group
         self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
         self._names: dict[int, str] = {}
+        self._link: Link | None = None
         self._reducer: Reducer | None = None
         self._takeover: Takeover | None = None
         for chosen in self.mean.recipes.values():
@@ -87,12 +88,19 @@ class Gradients:
             weakref.finalize(self, self._reducer.close)
         return self._reducer
 
+    @property
+    def link(self) -> Link:
+        """Among all ranks."""
+        self.connect()
+        assert self._link is not None
+        return self._link
+
     def connect(self) -> None:
         """All ranks call it, or take their first step."""
         _ = self.reducer
 
     def _connected(self) -> Reducer:
-        link = Link.beside(self._group, self.options.timeout)
+        self._link = link = Link.beside(self._group, self.options.timeout)
         link.agree({"spec": spec_text(self.mean.recipes), "aggregate": self.options.aggregate}, self._tensors)
         host = None
         aggregate = self.options.aggregate
@@ -121,7 +129,7 @@ class Gradients:
         """Wait until all tensors are means; the names of those that any rank has sent."""
         return self.reducer.finish_step()
 
-    def abandon_step(self, error: BaseException) -> None:
+    def abandon_step(self, error: BaseException | None = None) -> None:
         if self._reducer is not None:
             self._reducer.abandon_step(error)
 

@@ -219,8 +219,7 @@ class LocalSGD:
                 self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
             )
         except BaseException as error:
-            if isinstance(error, AggregateError) or not isinstance(error, GradwireError):
-                self._connected().link.give_up(error)
+            self._connected().link.give_up(error)
             self.mean.abandon_step()
             raise
         own = messages[self.mean.rank]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import AggregateError
+from ..errors import AggregateError, GradwireError
 from .attendance import Attendance
 from .handshake import Facts, compare
 from .lost import explain, wait
@@ -94,10 +94,12 @@ class Link:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others why this rank leaves them."""
-        if self.roll_call is not None and not self.roll_call.board.own.failed:
-            known = isinstance(error, AggregateError)
-            own = self.roll_call.ranks[self.rank]
-            self.roll_call.tell(str(error) if known else f"rank {own} failed: {type(error).__name__}: {error}")
+        if self.roll_call is None or self.roll_call.board.own.failed:
+            return
+        if isinstance(error, AggregateError):
+            self.roll_call.tell(str(error))
+        elif not isinstance(error, GradwireError):  # those are raised on all ranks, which may go on together
+            self.roll_call.tell(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
     # ── collectives ──
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import AggregateError, FrameError, GradwireError
+from ..errors import FrameError
 from . import presence
 from .all_gather import AllGather
 from .all_to_all import AllToAll
@@ -73,8 +73,8 @@ class Reducer:
         touched, self._touched = self._touched, set()
         return touched
 
-    def abandon_step(self, error: BaseException) -> None:
-        if isinstance(error, AggregateError) or not isinstance(error, GradwireError):  # others are raised on all ranks
+    def abandon_step(self, error: BaseException | None = None) -> None:
+        if error is not None:
             self.link.give_up(error)
         self.mean.abandon_step()
         self.shards.memory.rollback()
