@@ -45,12 +45,20 @@ STEP = 3  # in which it happens: DDP has rebuilt its buckets by then
 
 def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str, aggregate: str) -> nn.Module:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    gradwire.ddp.attach(wrapped, spec, optimizer=optimizer, aggregate=aggregate)
+    dist.barrier()
+    gradwire.ddp.attach(wrapped, spec, optimizer=optimizer, aggregate=aggregate, timeout=TIMEOUT)
     return wrapped
 
 
+def _data_parallel(model: nn.Module, aggregate: str) -> nn.Module:
+    dist.barrier()
+    return gradwire.DataParallel(model, "co3", aggregate=aggregate, timeout=TIMEOUT)
+
+
 def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    gradwire.LocalSGD(model, optimizer, "co3", sync_every=1).__enter__()
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    dist.barrier()
+    gradwire.LocalSGD(model, optimizer, "co3", sync_every=1, process_group=group).__enter__()
     return model
 
 
@@ -58,8 +66,8 @@ WRAPPINGS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = 
     "ddp co3": lambda model, optimizer: _ddp(model, optimizer, "co3", "all_gather"),
     "ddp co3 scatter": lambda model, optimizer: _ddp(model, optimizer, "co3", "scatter_reduce"),
     "ddp sbc": lambda model, optimizer: _ddp(model, optimizer, "sbc", "all_gather"),
-    "DataParallel": lambda model, _: gradwire.DataParallel(model, "co3", aggregate="all_gather"),
-    "DataParallel scatter": lambda model, _: gradwire.DataParallel(model, "co3", aggregate="scatter_reduce"),
+    "DataParallel": lambda model, _: _data_parallel(model, "all_gather"),
+    "DataParallel scatter": lambda model, _: _data_parallel(model, "scatter_reduce"),
     "LocalSGD": _local_sgd,
 }
 
@@ -146,7 +154,7 @@ def _rank(trial: Trial, rank: int, where: str, folder: Path) -> None:
     (folder / f"ready.{rank}").touch()
     _wait(lambda: len(list(folder.glob("ready.*"))) == trial.world, 90)  # the timeout counts from the first on
     try:
-        dist.init_process_group("gloo", where, rank=rank, world_size=trial.world, timeout=timedelta(seconds=TIMEOUT))
+        dist.init_process_group("gloo", where, rank=rank, world_size=trial.world, timeout=timedelta(seconds=60))
         _train(trial, rank, folder)
         said = ("nothing", "")
     except Exception as error:

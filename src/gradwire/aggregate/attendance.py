@@ -1,13 +1,12 @@
 """Which ranks have not attached: asked of the store where the process group met.
 
 Before the handshake ranks do not know each other's addresses, and the collective in which they wait for the missing
-one does not say who it is. So each leaves a mark in the store first.
+one does not say who it is. So each counts in the store, first, how many times it has attached.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -16,18 +15,12 @@ from ..errors import AggregateError
 
 PATIENCE = 2.0  # seconds: the store may be on the machine that is lost, and torch then waits for it without end
 
-_attached: Counter[str] = Counter()  # how many times this process did, by group
-
 
 class Attendance:
     def __init__(self, group: dist.ProcessGroup, rank: int, world: int):
-        name = group.group_name
-        self._key = f"gradwire/attach/{name}/{_attached[name]}"
-        _attached[name] += 1
-        self._world = world
+        self._key, self._world = f"gradwire/attached/{group.group_name}", world
         self._store = _store()
-        if self._store is not None:
-            self._store.set(f"{self._key}/{rank}", "")
+        self._count = 0 if self._store is None else self._store.add(f"{self._key}/{rank}", 1)
 
     def missed(self, error: RuntimeError, ranks: Sequence[int], timeout: float) -> AggregateError:
         """Why the others could not be met; `ranks` are the numbers that users know them by."""
@@ -41,7 +34,7 @@ class Attendance:
         )
 
     def absent(self) -> list[int]:
-        """The ranks that have left no mark; empty if that cannot be found out."""
+        """The ranks that have attached less often than this one; empty if that cannot be found out."""
         found: list[int] = []
         if self._store is None:
             return found
@@ -52,7 +45,7 @@ class Attendance:
 
     def _look(self, store: dist.Store, found: list[int]) -> None:
         try:
-            missing = [r for r in range(self._world) if not store.check([f"{self._key}/{r}"])]
+            missing = [r for r in range(self._world) if store.add(f"{self._key}/{r}", 0) < self._count]
         except RuntimeError:  # its host is lost
             return
         found.extend(missing)

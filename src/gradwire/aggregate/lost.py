@@ -78,8 +78,11 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"
     lost = [_lost(names[r], state, waited) for r, state in found.items() if state != ALIVE and not _excused(board, r)]
-    cause = "; ".join(lost) or _told(board, deadline, names) or _late(board, names, waited)
-    cause = cause or _unknown(roll_call, timed_out, timeout)
+    cause = "; ".join(lost) or _told(board)
+    if not cause and timed_out:
+        cause = _late(board, names, waited)
+    # A connection that was closed, though nobody is lost: another rank has failed just now, and will say why.
+    cause = cause or _told(board, deadline) or _late(board, names, waited) or _unknown(roll_call, timed_out, timeout)
     roll_call.tell(cause, [r for r, state in found.items() if state in (ALIVE, SILENT)])
     return f"{cause} ({_short(error)})"
 
@@ -99,18 +102,15 @@ def _lost(rank: int, state: str, waited: str) -> str:
     return f"rank {rank} cannot be reached {waited}: its machine or the network to it is down"
 
 
-def _told(board: Board, deadline: float, names: list[int]) -> str:
+def _told(board: Board, deadline: float = 0.0) -> str:
     """The first cause that another rank has found; those that have failed are given time to find it."""
     with board.news:
         while True:
-            failed = {rank: report.cause for rank, report in sorted(board.others.items()) if report.failed}
-            causes = [cause for cause in failed.values() if cause]
+            failed = [report for _, report in sorted(board.others.items()) if report.failed]
+            causes = [report.cause for report in failed if report.cause]
             left = deadline - time.monotonic()
-            if causes or not failed:
+            if causes or not failed or left <= 0:
                 return causes[0] if causes else ""
-            if left <= 0:
-                who = ", ".join(f"rank {names[rank]}" for rank in failed)
-                return f"{who} had failed before this rank came to the exchange, and did not say why"
             board.news.wait(left)
 
 
@@ -118,7 +118,8 @@ def _late(board: Board, names: list[int], waited: str) -> str:
     """Those that are not where this rank is."""
     own = board.own
     with board.news:
-        others = [r for _, r in sorted(board.others.items()) if (r.step, r.doing) != (own.step, own.doing)]
+        alive = [report for _, report in sorted(board.others.items()) if not report.failed]
+    others = [r for r in alive if (r.step, r.doing) != (own.step, own.doing)]
     if not others:
         return ""
     here = f"rank {names[own.rank]} {own.doing} in step {own.step}"
@@ -127,6 +128,9 @@ def _late(board: Board, names: list[int], waited: str) -> str:
 
 
 def _unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
+    failed = [roll_call.ranks[r] for r, report in sorted(roll_call.board.others.items()) if report.failed]
+    if failed:
+        return f"rank {failed[0]} has failed, and did not say why: see its own error"
     if not roll_call.reaches_all:
         return (
             "lost a peer, or it did not answer within the process group's timeout; nobody knows which one, since "
