@@ -96,7 +96,7 @@ def _excused(board: Board, rank: int) -> bool:
 
 def _lost(rank: int, state: str, waited: str) -> str:
     if state == GONE:
-        return f"rank {rank} is gone: its process has ended or was killed"
+        return f"rank {rank} is gone: its process was killed or has ended, or it has dropped the model"
     if state == SILENT:
         return f"rank {rank} does not answer {waited}: its process is stopped or hangs"
     return f"rank {rank} cannot be reached {waited}: its machine or the network to it is down"
