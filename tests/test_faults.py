@@ -199,7 +199,9 @@ def vanish(rank: RollCall) -> None:
 def test_who_is_gone_is_named_at_once(ranks):
     vanish(ranks[1])
     assert ranks[0].ask() == {1: GONE, 2: ALIVE}
-    assert explain(ranks[0]).startswith("rank 1 is gone: its process was killed or has ended, or it has dropped the model (Connection")
+    assert explain(ranks[0]).startswith(
+        "rank 1 is gone: its process was killed or has ended, or it has dropped the model (Connection"
+    )
     assert ranks[2].somebody_failed()
 
 

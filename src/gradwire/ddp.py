@@ -8,6 +8,8 @@ or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled ba
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -48,6 +50,8 @@ class State(Gradients):
             if buffer.layout != torch.strided:
                 raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
             named = [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+            if self.plain:
+                return self._reduce_plainly(bucket, named)
             self.submit((bucket.index(), buffer.numel()), named)
             self._pending.append((buffer, future))
             if bucket.is_last():
@@ -59,6 +63,19 @@ class State(Gradients):
             self._pending.clear()
             self.abandon_step(error)
             raise
+        return future
+
+    def _reduce_plainly(self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]) -> Any:
+        """As DDP does without a hook; what is left in error memories goes with it."""
+        for name, gradient in named:
+            memory = self.mean.residual.forget(name)
+            if memory is not None:
+                gradient.add_(memory.to(gradient.device).view(gradient.shape))
+        future = allreduce_hook(self.given_group, bucket)
+        self.count_plain(bucket.buffer().nbytes)
+        if bucket.is_last():
+            self.mean.end_step()
+            self.step_done()
         return future
 
 

@@ -144,15 +144,18 @@ class Link:
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """The tensor becomes the sum over all ranks."""
-        moved = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
-        self.bytes_sent += moved
-        self.bytes_received += moved
+        self.count_all_reduce(tensor.nbytes)
         try:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.lost(error) from error
         assert work is not None
         return work
+
+    def count_all_reduce(self, size: int) -> None:
+        moved = 2 * size * (self.world - 1) // self.world
+        self.bytes_sent += moved
+        self.bytes_received += moved
 
     def send_and_receive(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
         """Blocks for some ranks and from some ranks, each of which knows of it."""

@@ -22,6 +22,7 @@ from .. import codecs, wire
 from ..correct.momentum import Factor, Velocity
 from ..correct.residual import Residual
 from ..errors import AggregateError, FrameError, GradwireError
+from ..monitor import Error
 from ..recipe import Recipe, budget_parts
 from .message import PREFIX
 from .pieces import Named, Part, Piece, Recipes, Spec, divide, own_recipe, parse_spec, recipe_of
@@ -44,6 +45,13 @@ class Mean:
         self.finite = True  # what all ranks sent in this step
         self._blocks: dict[Hashable, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
+        self.measured: dict[str, Error] | None = None  # of this step, by tensor, if it is wanted
+        self.rivals: dict[str, tuple[Recipes, Error]] = {}  # recipes whose errors are wanted beside, by spec
+
+    def use(self, spec: Spec) -> None:
+        """Another recipe from the next step on; memories stay, and are sent with it."""
+        self.recipes = parse_spec(spec)
+        self._share_budget()
 
     def recipe_of(self, name: str) -> Recipe:
         return recipe_of(name, self.recipes)
@@ -58,6 +66,9 @@ class Mean:
     def know_model(self, tensors: Named) -> None:
         """What has to be known of the whole model: its size, and every tensor's part of the budget."""
         self.sizes = {name: t.numel() for name, t in tensors}
+        self._share_budget()
+
+    def _share_budget(self) -> None:
         chosen = {name: own_recipe(name, d, self.recipes) for name, d in self.sizes.items()}
         self.shares = budget_parts(self.sizes, chosen)
 
@@ -115,9 +126,30 @@ class Mean:
             length = codec.encode_into(flat, out, residual=laid, decay=decay, seed=seed, segments=piece.sizes)
             for (_, after), updated in zip(pairs, laid.split(piece.sizes) if laid is not None else (), strict=True):
                 after.view(-1).copy_(updated)
+        if self.measured is not None and memory is self.residual:
+            self._measure(piece, sources, [before for before, _ in pairs], out[:length])
         if piece.recipe.mask and memory is self.residual:
             self._note_sent(piece, out[:length])
         return length
+
+    def _measure(
+        self, piece: Piece, sources: list[torch.Tensor], memories: list[torch.Tensor], frame: torch.Tensor
+    ) -> None:
+        """The error of a frame, against what was to be sent."""
+        assert self.measured is not None
+        decoded = codecs.decode(frame).reshape(-1).float().split(piece.sizes)
+        for i, (part, sent) in enumerate(zip(piece.parts, decoded, strict=True)):
+            wanted = sources[i].reshape(-1).float()
+            if memories:
+                wanted = wanted + piece.recipe.decay * memories[i].reshape(-1)
+            share = len(frame) * part.size / max(1, sum(piece.sizes))
+            squared, norm = float((wanted - sent).double().square().sum()), float(wanted.double().square().sum())
+            self.measured.setdefault(part.name, Error()).add(squared, norm, share)
+            for recipes, error in self.rivals.values():
+                codec = own_recipe(part.name, part.tensor.numel(), recipes).codec
+                frame_of_rival = codec.encode(wanted)
+                other = codecs.decode(frame_of_rival)
+                error.add(float((wanted - other).double().square().sum()), norm, len(frame_of_rival))
 
     def source(self, part: Part) -> torch.Tensor:
         """The part's entries, clipped, or the velocity that they add to."""

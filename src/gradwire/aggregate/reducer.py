@@ -1,8 +1,9 @@
 """The mean of gradients in every step, exchanged beside the backward pass: what DDP and DataParallel share.
 
 `submit` hands over tensors as soon as they are there, `finish_step` waits until all of them are means. In between a
-thread (`wire_thread.py`) takes them, a chunk at a time, through one of three exchanges.
+thread (`wire_thread.py`) takes them, a chunk at a time, through one of these exchanges.
 
+All-reduce:      plain, without frames; what is left in error memories is sent along.
 All-gather:      1. encode; 2. all-gather; 3. decode and average all ranks' frames.
 Scatter-reduce:  1. encode a shard for each rank; 2. all-to-all; 3. decode and average the own shard in fp32, encode the
                  mean with an error memory of its own; 4. all-gather; 5. decode all shards, the own one too.
@@ -32,7 +33,7 @@ from .shard_memory import ShardMemory
 from .staging import Staging
 from .wire_thread import Job, Pause, WireThread
 
-ALL_GATHER, SCATTER_REDUCE = "all_gather", "scatter_reduce"
+ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
 
 
 class Reducer:
@@ -48,10 +49,17 @@ class Reducer:
         self._staging = Staging()
         self._touched: set[str] = set()  # tensors that any rank sent in this step
         self._missing: set[str] = set()
-        self._owners = owners(mean.sizes, (host or link).world)
+        self._flushed: set[str] = set()  # tensors whose memories are on their way, whole
+        self.messages = 0  # sent since the last `use`
+        self._owners = owners(mean.sizes, link.world)
+        self._host_owners = owners(mean.sizes, host.world) if host else {}
         self.scale: Callable[[], float] | None = None  # of the loss
 
     # ── in the training's thread ──
+
+    @property
+    def world(self) -> int:
+        return self.link.world * (self.host.world if self.host else 1)
 
     def submit(self, key: Hashable, tensors: Named, missing: Collection[str] = ()) -> None:
         """Average the tensors, in place. Those that are `missing` have no gradient on this rank, and are zero."""
@@ -59,6 +67,7 @@ class Reducer:
         self._missing.update(missing)
         for i, parts in enumerate(messages([(n, t) for n, t in tensors if t.numel()], self.mean.recipes)):
             self._thread.submit(functools.partial(self._job, (key, i), parts, ready))
+            self.messages += 1
 
     def finish_step(self) -> set[str]:
         """Wait for all tensors of the step. Memories are committed, or rolled back. Which tensors any rank sent."""
@@ -80,6 +89,11 @@ class Reducer:
         self.shards.memory.rollback()
         self._start_anew()
 
+    def use(self, aggregate: str) -> None:
+        """From the next step on; or another recipe is used, whose messages have other lengths."""
+        self.aggregate, self.messages = aggregate, 0
+        self._all_gather, self._all_to_all = AllGather(self.link), AllToAll(self.link)
+
     def close(self) -> None:
         self._thread.close()
 
@@ -94,7 +108,8 @@ class Reducer:
         return self._among_all(key, parts)
 
     def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Job:
-        return (self._gather if self.aggregate == ALL_GATHER else self._scatter)(key, parts, last)
+        ways = {ALL_GATHER: self._gather, SCATTER_REDUCE: self._scatter, ALL_REDUCE: self._reduce}
+        return ways[self.aggregate](key, parts, last)
 
     def _rescale(self, scale: float) -> None:
         """Memories are of gradients with this scale from now on; exact for the powers of two that a GradScaler has."""
@@ -112,13 +127,41 @@ class Reducer:
                 tensor.copy_(mean.accelerated(name, tensor))
         self._staging.put_back()
         self.shards.end_step(mean.finite)
+        finite = mean.finite
         mean.end_step()
         self.link.at_step(mean.steps)
+        for name in self._flushed if finite else ():
+            mean.residual.forget(name)
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._staging.clear()
         self._missing = set()
+        self._flushed = set()
+
+    def _reduce(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+        flat = torch.cat([as_it_is(part).reshape(-1) for part in parts]) if len(parts) > 1 else as_it_is(parts[0])
+        values = flat.view(-1).split([part.size for part in parts])
+        for part, own in zip(parts, values, strict=True):
+            if part.name in self.mean.residual.memory:
+                before, after = self.mean.residual.buffers(part.name, part.tensor)
+                own.add_(part.of(before).view(-1))
+                part.of(after).zero_()
+                self._flushed.add(part.name)
+        moved = flat.to(self.link.device)
+        self.mean.frame_bytes += moved.nbytes
+        work = self.link.all_reduce(moved)
+        yield Pause(work.is_completed if last else None)
+        self.link.wait(work)
+        flat.copy_(moved) if moved is not flat else None
+        flat.mul_(1 / self.link.world)
+        for part, own in zip(parts, values, strict=True):
+            if len(parts) > 1:
+                as_it_is(part).copy_(own.view(as_it_is(part).shape))
+            if part.name not in self._missing or bool(own.any()):
+                self._touched.add(part.name)
+        if self._flushed:
+            self.mean.finite &= bool(flat.isfinite().all())
 
     def _gather(self, key: Hashable, parts: list[Part], last: bool) -> Job:
         pieces = self.mean.divide(parts)
@@ -144,7 +187,7 @@ class Reducer:
             self._average([(rank, message)], owned[rank])
 
     def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Job:
-        cuts = shards(parts, host.world, self._owners)
+        cuts = shards(parts, host.world, self._host_owners)
         own = cuts[host.rank]
         longest = max(sum(part.size for part in cut) for cut in cuts)
         flat = torch.zeros(host.world, longest + 1)  # the last entry of each: whether something was not finite
