@@ -50,22 +50,38 @@ def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str, aggregat
     return wrapped
 
 
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """As where `auto` has settled on plain all-reduce."""
+    gradwire.ddp.State.plain = property(lambda self: True)
+    group = _impatient_group()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001, process_group=group)
+    gradwire.ddp.attach(wrapped, "none", optimizer=optimizer)
+    return wrapped
+
+
 def _data_parallel(model: nn.Module, aggregate: str) -> nn.Module:
     dist.barrier()
     return gradwire.DataParallel(model, "co3", aggregate=aggregate, timeout=TIMEOUT)
 
 
 def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    dist.barrier()
-    gradwire.LocalSGD(model, optimizer, "co3", sync_every=1, process_group=group).__enter__()
+    gradwire.LocalSGD(model, optimizer, "co3", sync_every=1, process_group=_impatient_group()).__enter__()
     return model
+
+
+def _impatient_group() -> dist.ProcessGroup:
+    """Patient while it is being made: a busy machine takes its time for that."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+    dist.barrier()
+    return group
 
 
 WRAPPINGS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = {
     "ddp co3": lambda model, optimizer: _ddp(model, optimizer, "co3", "all_gather"),
     "ddp co3 scatter": lambda model, optimizer: _ddp(model, optimizer, "co3", "scatter_reduce"),
     "ddp sbc": lambda model, optimizer: _ddp(model, optimizer, "sbc", "all_gather"),
+    "ddp all-reduce": _plain,
     "DataParallel": lambda model, _: _data_parallel(model, "all_gather"),
     "DataParallel scatter": lambda model, _: _data_parallel(model, "scatter_reduce"),
     "LocalSGD": _local_sgd,

@@ -42,6 +42,7 @@ class State(Gradients):
         parameters = None if inner is None else inner.named_parameters()
         super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
+        self._plain: list[torch.futures.Future] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -61,6 +62,7 @@ class State(Gradients):
                 self._pending.clear()
         except BaseException as error:
             self._pending.clear()
+            self._plain.clear()
             self.abandon_step(error)
             raise
         return future
@@ -72,8 +74,11 @@ class State(Gradients):
             if memory is not None:
                 gradient.add_(memory.to(gradient.device).view(gradient.shape))
         future = allreduce_hook(self.given_group, bucket)
+        self._plain.append(future)
         self.count_plain(bucket.buffer().nbytes)
         if bucket.is_last():
+            under_way, self._plain = self._plain, []
+            self.link.wait_for(under_way)  # DDP would do so next, and raise errors that name nobody
             self.mean.end_step()
             self.step_done()
         return future

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -19,8 +20,10 @@ PATIENCE = 2.0  # seconds: the store may be on the machine that is lost, and tor
 class Attendance:
     def __init__(self, group: dist.ProcessGroup, rank: int, world: int):
         self._key, self._world = f"gradwire/attached/{group.group_name}", world
-        self._store = _store()
-        self._count = 0 if self._store is None else self._store.add(f"{self._key}/{rank}", 1)
+        self._store, self._count = _store(), 0
+        if self._store is not None:
+            with suppress(RuntimeError):  # its host is lost; so is the connection that is to follow
+                self._count = self._store.add(f"{self._key}/{rank}", 1)
 
     def missed(self, error: RuntimeError, ranks: Sequence[int], timeout: float) -> AggregateError:
         """Why the others could not be met; `ranks` are the numbers that users know them by."""

@@ -6,7 +6,7 @@ Everything is started asynchronously and in the order of the calls; `wait` turns
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import AggregateError, GradwireError
 from .attendance import Attendance
 from .handshake import Facts, compare
-from .lost import explain, wait
+from .lost import COMPUTING, WAITING, explain, wait
 from .roll_call import RollCall
 
 # torch 2.13 renamed it and warns about the old name.
@@ -84,7 +84,7 @@ class Link:
     def at_step(self, step: int) -> None:
         """What this rank says if it is asked where it is."""
         if self.roll_call is not None:
-            self.roll_call.at("computes", step)
+            self.roll_call.at(COMPUTING, step)
 
     def lost(self, error: RuntimeError) -> AggregateError:
         """What torch's error means: who is lost, if that can be found out."""
@@ -196,6 +196,18 @@ class Link:
             wait(work, self.roll_call, self.device.type == "cuda", timeout_of(self.group).total_seconds())
         except RuntimeError as error:
             raise self.lost(error) from error
+
+    def wait_for(self, futures: Iterable[torch.futures.Future]) -> None:
+        """Wait for collectives that others have started, by DDP's own way, among the same ranks."""
+        if self.roll_call is not None:
+            self.roll_call.at(WAITING)
+        try:
+            for future in futures:
+                future.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        if self.roll_call is not None:
+            self.roll_call.at(COMPUTING)
 
     def _count(self, block: torch.Tensor, sent: int, received: int) -> None:
         size = block.numel() * block.element_size()

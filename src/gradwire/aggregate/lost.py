@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .roll_call import ALIVE, GONE, PATIENCE, SILENT, Board, RollCall
 
-WAITING = "waits for the others"  # what a rank is doing that is where it should be
+WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 
 
 SLICE, POLL, LOOK = 0.25, 0.0002, 5.0  # seconds: to wait at a time, on a GPU, and until we look after the others
@@ -42,7 +42,7 @@ def wait(work: dist.Work, roll_call: RollCall | None, on_gpu: bool, timeout: flo
         if on_gpu and now - start > max(timeout - PATIENCE - 2, timeout / 2):
             raise RuntimeError(f"Timed out after {now - start:.0f} s")
     if roll_call is not None:
-        roll_call.at("computes")
+        roll_call.at(COMPUTING)
 
 
 def _done(work: dist.Work, on_gpu: bool) -> bool:
@@ -144,4 +144,4 @@ def _unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
 def _short(error: BaseException) -> str:
     """The first line, without where in Gloo it was raised, and without its advice."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+:\d+\] |\.? This is typically.*$", "", line)[:300]
+    return re.sub(r"^(Got the following error when running the callback: RuntimeError: )?\[\S+:\d+\] |\.? This is typically.*$", "", line)[:300]
