@@ -141,7 +141,13 @@ def _unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
     return "a connection was lost, though all ranks are there"
 
 
+# Where in Gloo, or in a callback of it, an error was raised; and Gloo's advice.
+NOISE = re.compile(
+    r"^(Got the following error when running the callback: RuntimeError: )?(\[\S+:\d+\] )?|\.? This is typically.*$"
+)
+
+
 def _short(error: BaseException) -> str:
-    """The first line, without where in Gloo it was raised, and without its advice."""
+    """The first line, and of that what tells something."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^(Got the following error when running the callback: RuntimeError: )?\[\S+:\d+\] |\.? This is typically.*$", "", line)[:300]
+    return NOISE.sub("", line)[:300]
