@@ -97,7 +97,7 @@ class Link:
         if self.roll_call is None or self.roll_call.board.own.failed:
             return
         if isinstance(error, AggregateError):
-            self.roll_call.tell(str(error))
+            self.roll_call.tell(str(error).replace("this rank", f"rank {dist.get_rank()}"))  # others will say it
         elif not isinstance(error, GradwireError):  # those are raised on all ranks, which may go on together
             self.roll_call.tell(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
