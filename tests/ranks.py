@@ -28,10 +28,10 @@ WORLD = 3
 Tensors = dict[str, torch.Tensor]
 
 
-def launch(work: Callable[[int, Path], object], folder: Path, seconds: float) -> list[object]:
+def launch(work: Callable[[int, Path], object], folder: Path, seconds: float, world: int = WORLD) -> list[object]:
     """What `work(rank, folder)` returned in each process; None where the process was killed."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(WORLD)]
+    processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(world)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + seconds
@@ -63,10 +63,10 @@ def _run(work: Callable[[int, Path], object], rank: int, folder: Path) -> None:
     torch.save(result, folder / f"{rank}.pt")
 
 
-def connect(rank: int, folder: Path, name: str, seconds: float = 60) -> None:
+def connect(rank: int, folder: Path, name: str, seconds: float = 60, world: int = WORLD) -> None:
     """A process group of its own for each scenario that breaks it; meeting in a file needs no free port."""
     timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=WORLD, timeout=timeout)
+    dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=world, timeout=timeout)
 
 
 class Net(nn.Module):

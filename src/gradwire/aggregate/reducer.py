@@ -6,7 +6,7 @@ thread (`wire_thread.py`) takes them, a chunk at a time, through one of these ex
 All-reduce:      plain, without frames; what is left in error memories is sent along.
 All-gather:      1. encode; 2. all-gather; 3. decode and average all ranks' frames.
 Scatter-reduce:  1. encode a shard for each rank; 2. all-to-all; 3. decode and average the own shard in fp32, encode the
-                 mean with an error memory of its own; 4. all-gather; 5. decode all shards, the own one too.
+                 mean with an error memory of its own; 4. send it to all; 5. decode all shards, the own one too.
 Hierarchical:    1. reduce-scatter in fp32 among the ranks of a host; 2. all-gather or scatter-reduce of the own shard
                  among the hosts; 3. all-gather in fp32 on the host.
 """
@@ -181,9 +181,10 @@ class Reducer:
         sent = self._average(list(enumerate(self._all_to_all.finish(exchange))), own)
         given = only(own, sent)
         block, length = self.mean.encode((key, "sum"), given, presence.pack(sent), as_it_is, self.shards.memory, "sum:")
-        ticket = self._all_gather.start(key, subject, block, length)
-        yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
-        for rank, message in enumerate(self._all_gather.finish(ticket)):
+        # Shards differ in length, so that an all-gather, whose blocks are as long as the longest, would send more.
+        everyone = self._all_to_all.start((key, "sum"), subject, [block] * self.link.world, [length] * self.link.world)
+        yield Pause((lambda: self._all_to_all.ready(everyone)) if last else None)
+        for rank, message in enumerate(self._all_to_all.finish(everyone)):
             self._average([(rank, message)], owned[rank])
 
     def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Job:
