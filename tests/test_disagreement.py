@@ -88,7 +88,7 @@ def other_dtype_and_frozen(rank: int) -> None:
 def not_attached(rank: int) -> None:
     model = make_ddp()
     if rank == 1:
-        time.sleep(TIMEOUT + 3)
+        time.sleep(TIMEOUT + 1.5)
     else:
         expected = f"rank 1 did not attach within {TIMEOUT:g} s"
         check_raises(AggregateError, expected, lambda: gradwire.ddp.attach(model, "co3", timeout=TIMEOUT))
@@ -119,7 +119,7 @@ def fewer_steps(rank: int) -> None:
     model = gradwire.DataParallel(Net(), "co3", timeout=TIMEOUT)
     train(model, rank, 2)
     if rank == 1:
-        time.sleep(TIMEOUT + 3)
+        time.sleep(TIMEOUT + 1.5)
     else:
         check_raises(AggregateError, "rank 1 is alive and computes in step 2, for", lambda: train(model, rank))
 
@@ -144,7 +144,7 @@ def frozen_later(rank: int) -> None:
     if rank == 1:
         model.module.first.weight.requires_grad_(False)
         train(model, rank)
-        time.sleep(TIMEOUT + 3)
+        time.sleep(TIMEOUT + 1.5)
     else:
         check_raises(AggregateError, "rank 1 is alive", lambda: train(model, rank))
 

@@ -193,7 +193,7 @@ class Link:
 
     def wait(self, work: dist.Work) -> None:
         try:
-            wait(work, self.roll_call, self.device.type == "cuda", timeout_of(self.group).total_seconds())
+            wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)
         except RuntimeError as error:
             raise self.lost(error) from error
 

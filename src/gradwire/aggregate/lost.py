@@ -21,16 +21,16 @@ WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 SLICE, POLL, LOOK = 0.25, 0.0002, 5.0  # seconds: to wait at a time, on a GPU, and until we look after the others
 
 
-def wait(work: dist.Work, roll_call: RollCall | None, on_gpu: bool, timeout: float) -> None:
+def wait(work: dist.Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
     """Until it is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
 
     Gloo reports a closed connection to the neighbours of a lost rank only, and NCCL to nobody; the others would wait
-    for the timeout, which is half an hour by default.
+    for the timeout, which is half an hour by default. On a GPU `gpu_timeout` is that of the group, in seconds.
     """
     start = looked = time.monotonic()
     if roll_call is not None:
         roll_call.at(WAITING)
-    while not _done(work, on_gpu):
+    while not _done(work, gpu_timeout > 0):
         now = time.monotonic()
         if roll_call is not None and roll_call.somebody_failed():
             raise RuntimeError("another rank has failed")
@@ -39,7 +39,7 @@ def wait(work: dist.Work, roll_call: RollCall | None, on_gpu: bool, timeout: flo
             if GONE in roll_call.ask().values():
                 raise RuntimeError("a peer has gone")
         # At the timeout NCCL's watchdog ends the whole process: what is to be said must be said before.
-        if on_gpu and now - start > max(timeout - PATIENCE - 2, timeout / 2):
+        if gpu_timeout and now - start > max(gpu_timeout - PATIENCE - 2, gpu_timeout / 2):
             raise RuntimeError(f"Timed out after {now - start:.0f} s")
     if roll_call is not None:
         roll_call.at(COMPUTING)
