@@ -12,9 +12,9 @@ import pytest
 
 from fault_trials import KILL, STOP, Outcome, Trial, run, varied
 from gradwire import AggregateError
-from gradwire.aggregate import handshake, lost, roll_call
+from gradwire.aggregate import board, handshake, lost, roll_call
 from gradwire.aggregate.handshake import compare, differences
-from gradwire.aggregate.roll_call import ALIVE, GONE, SILENT, Report, RollCall
+from gradwire.aggregate.roll_call import ALIVE, GONE, SILENT, RollCall
 
 # ── killed and stopped in real processes ──────────────────────────────────────────────────────────
 
@@ -193,7 +193,7 @@ def explain(rank: RollCall, error: str = "Connection closed by peer") -> str:
 
 def vanish(rank: RollCall) -> None:
     """Its process is killed: nobody listens any more."""
-    roll_call._close(rank._listener)
+    board.close(rank._listener)
 
 
 def test_who_is_gone_is_named_at_once(ranks):
@@ -258,7 +258,7 @@ def test_a_failure_is_looked_into_once(ranks):
 def test_strangers_learn_nothing(ranks):
     """Without the token there is no answer, and nothing is believed."""
     host, port = ranks[0]._addresses[1]
-    report = roll_call.Board(bytes(16), Report(2, failed=True, cause="lies")).report()
+    report = board.Board(bytes(16), board.Report(2, failed=True, cause="lies")).report()
     for message in (report, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096):
         with socket.create_connection((host, port), timeout=2) as stranger:
             stranger.sendall(message)

@@ -13,7 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .roll_call import ALIVE, GONE, PATIENCE, SILENT, Board, RollCall
+from .board import Board
+from .roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
 
 WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 

@@ -15,8 +15,6 @@ a question must bear come with the handshake. A peer that could not be reached t
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
 import socket
 import threading
@@ -25,51 +23,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-from .addresses import own_address, pack_address, unpack_address
+from .addresses import pack_address, unpack_address
+from .board import LONGEST, TOKEN, Board, Report, answer, close, left, listen, receive
 
 PATIENCE = 3.0  # seconds for all answers
-TOKEN = 16  # bytes
-LONGEST = 1 << 16  # of a message
 
 ALIVE, GONE, SILENT, UNREACHABLE = "alive", "gone", "silent", "unreachable"
-
-
-@dataclass
-class Report:
-    """What a rank says about itself."""
-
-    rank: int
-    step: int = 0
-    doing: str = "has just attached"
-    seconds: float = 0.0  # for how long
-    failed: bool = False
-    cause: str = ""  # why, once it is known
-
-
-@dataclass
-class Board:
-    """What the answering thread shares with its rank; it must not keep the rest of it alive."""
-
-    token: bytes
-    own: Report
-    since: float = field(default_factory=time.monotonic)
-    others: dict[int, Report] = field(default_factory=dict)  # the last that was heard of them
-    news: threading.Condition = field(default_factory=threading.Condition)
-
-    def report(self) -> bytes:
-        with self.news:
-            own = {**vars(self.own), "seconds": time.monotonic() - self.since}
-        text = json.dumps(own).encode()
-        return self.token + len(text).to_bytes(4, "little") + text
-
-    def hear(self, report: Report) -> None:
-        with self.news:
-            before = self.others.get(report.rank)
-            if before is None or not before.cause:  # the first cause is the true one; later ones follow from it
-                self.others[report.rank] = report
-            self.news.notify_all()
 
 
 class RollCall:
@@ -78,13 +38,12 @@ class RollCall:
     def __init__(self, rank: int, ranks: Sequence[int]):
         self.rank, self.ranks = rank, list(ranks)
         self.board = Board(os.urandom(TOKEN), Report(rank))
-        self._listener = _listen()
+        self._listener = listen()
         self._addresses: list[tuple[str, int] | None] = []
         self._reached: set[int] = set()
         self._probed = threading.Event()
         if self._listener is not None:
-            _listeners.add(self._listener)
-            weakref.finalize(self, _close, self._listener)
+            weakref.finalize(self, close, self._listener)
 
     @property
     def address(self) -> bytes:
@@ -98,7 +57,7 @@ class RollCall:
         self._addresses = [unpack_address(a) for a in addresses]
         self.board.token = token
         if self._listener is not None:
-            threading.Thread(target=_answer, args=(self._listener, self.board), daemon=True).start()
+            threading.Thread(target=answer, args=(self._listener, self.board), daemon=True).start()
         threading.Thread(target=_probe, args=(weakref.proxy(self),), daemon=True).start()
 
     def at(self, doing: str, step: int | None = None) -> None:
@@ -149,12 +108,12 @@ class RollCall:
         assert address is not None
         state = UNREACHABLE
         try:
-            with socket.create_connection(address, timeout=_left(deadline)) as connection:
+            with socket.create_connection(address, timeout=left(deadline)) as connection:
                 state = SILENT
                 connection.sendall(self.board.report())
                 if not answer:
                     return state
-                report = _receive(connection, self.board.token, deadline)
+                report = receive(connection, self.board.token, deadline)
         except ConnectionError:  # refused, reset, or closed before it had answered
             return GONE
         except (OSError, ValueError):
@@ -166,76 +125,3 @@ class RollCall:
 def _probe(roll_call: RollCall) -> None:
     with suppress(ReferenceError):
         roll_call._probe()
-
-
-# ── the answering side ──
-
-
-def _listen() -> socket.socket | None:
-    """None where there is no address to listen at: then nobody can be named, but all else works."""
-    try:
-        address = own_address()
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listener.bind((address, 0))
-        listener.listen(1024)
-        return listener
-    except OSError:
-        return None
-
-
-_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close(listener: socket.socket) -> None:
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-    listener.close()
-
-
-def _close_in_child() -> None:
-    # A forked worker of a data loader would hold the socket of a killed rank open.
-    for listener in list(_listeners):
-        listener.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _answer(listener: socket.socket, board: Board) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return  # closed
-        with connection, suppress(OSError, ValueError):
-            # Questions are short and sent at once: a peer that hesitates must not keep the others waiting.
-            board.hear(_receive(connection, board.token, time.monotonic() + 0.5))
-            connection.sendall(board.report())
-
-
-def _receive(connection: socket.socket, token: bytes, deadline: float) -> Report:
-    head = _exactly(connection, TOKEN + 4, deadline)
-    length = int.from_bytes(head[TOKEN:], "little")
-    if not hmac.compare_digest(head[:TOKEN], token) or length > LONGEST:
-        raise ValueError("not one of us")
-    values = json.loads(_exactly(connection, length, deadline))
-    report = Report(**{name: values[name] for name in Report.__dataclass_fields__})
-    if not isinstance(report.rank, int):
-        raise ValueError("no rank")
-    return report
-
-
-def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < length:
-        connection.settimeout(_left(deadline))
-        part = connection.recv(length - len(data))
-        if not part:
-            raise ConnectionResetError("closed")
-        data += part
-    return data
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
