@@ -101,11 +101,13 @@ def digest(tensors: Tensors) -> str:
 # ── scenarios that check themselves ───────────────────────────────────────────────────────────────
 
 
-def run_scenarios(scenarios: list[Callable[[int], None]], rank: int, folder: Path, seconds: float) -> dict[str, str]:
+def run_scenarios(
+    scenarios: list[Callable[[int], None]], rank: int, folder: Path, seconds: float, world: int = WORLD
+) -> dict[str, str]:
     """Run each in a process group of its own, so that one that fails does not spoil the next; what went wrong."""
     failures = {}
     for scenario in scenarios:
-        connect(rank, folder, scenario.__name__, seconds)
+        connect(rank, folder, scenario.__name__, seconds, world)
         try:
             scenario(rank)
             failures[scenario.__name__] = ""
@@ -118,7 +120,7 @@ def run_scenarios(scenarios: list[Callable[[int], None]], rank: int, folder: Pat
 
 def gathered(value: object) -> list[object]:
     """The value of every rank."""
-    values: list[object] = [None] * WORLD
+    values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 

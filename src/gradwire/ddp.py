@@ -8,6 +8,7 @@ or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled ba
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .aggregate.pieces import Spec
 from .errors import GradwireError
 from .gradients import Gradients, Handle, Options, Scaler
+from .memories import refuse_pickling
 
 
 class State(Gradients):
@@ -41,6 +43,7 @@ class State(Gradients):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = None if inner is None else inner.named_parameters()
         super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
+        self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
         self._plain: list[torch.futures.Future] = []
 
@@ -83,6 +86,13 @@ class State(Gradients):
             self.step_done()
         return future
 
+    def __reduce__(self) -> Any:
+        """Until it is used, it is as good as its spec: launchers may send it to the processes that they start."""
+        own = self.options
+        if self._names or self._group or own.optimizer or own.grad_scaler:
+            refuse_pickling("the state of a hook in use")
+        return functools.partial(State, self._spec, aggregate=own.aggregate, timeout=own.timeout), ()
+
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The DDP communication hook that goes with `State`."""
@@ -95,6 +105,10 @@ class _Slot:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.state: State | None = None
+
+    def __reduce__(self) -> Any:
+        """Copies of DDP models have no hooks, so that they have no slot either, and can be attached."""
+        return type(None), ()
 
 
 def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -28,6 +28,7 @@ from .aggregate.pieces import Spec, parse_spec, spec_text
 from .aggregate.reducer import ALL_GATHER, ALL_REDUCE, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
 from .errors import SpecError, unknown_name
+from .memories import AllRanks, own_part, refuse_pickling
 from .monitor import Error, Monitor, nmse
 from .recipe import Recipe
 
@@ -63,7 +64,7 @@ class Gradients:
         target = auto.parse(spec) if isinstance(spec, str) else None
         self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target)
         self.mean = Mean(spec if self.auto is None else self.auto.spec)
-        self._spec = spec_text(self.mean.recipes) if self.auto is None else str(spec)
+        self._spec_text = spec_text(self.mean.recipes) if self.auto is None else str(spec)
         self.options = options
         self.monitor: Monitor | None = None
         self._speed: Speed | None = None
@@ -123,7 +124,7 @@ class Gradients:
 
     def _connected(self) -> Reducer:
         self._link = link = Link.beside(self._group, self.options.timeout)
-        link.agree({"spec": self._spec, "aggregate": self.options.aggregate}, self._tensors)
+        link.agree({"spec": self._spec_text, "aggregate": self.options.aggregate}, self._tensors)
         host = None
         aggregate = self.options.aggregate
         if aggregate == "hierarchical":
@@ -310,7 +311,16 @@ class Handle:
         return self.gradients.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.gradients.load_state_dict(state)
+        """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        self.gradients.load_state_dict(own_part(state, self.gradients.given_group))
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same for all ranks at once, for checkpoints that rank 0 writes."""
+        return AllRanks(self, self.gradients.given_group)
+
+    def __reduce__(self) -> Any:
+        refuse_pickling("a handle")
 
 
 def _by_host(link: Link) -> tuple[Link, Link]:
