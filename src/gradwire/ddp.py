@@ -45,6 +45,7 @@ class State(Gradients):
         super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
+        self._plain: list[torch.futures.Future] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -62,9 +63,10 @@ class State(Gradients):
                 for averaged, waiting in self._pending:
                     waiting.set_result(averaged)
                 self._pending.clear()
-        except BaseException:
+        except BaseException as error:
             self._pending.clear()
-            self.abandon_step()
+            self._plain.clear()
+            self.abandon_step(error)
             raise
         return future
 
@@ -75,8 +77,11 @@ class State(Gradients):
             if memory is not None:
                 gradient.add_(memory.to(gradient.device).view(gradient.shape))
         future = allreduce_hook(self.given_group, bucket)
+        self._plain.append(future)
         self.count_plain(bucket.buffer().nbytes)
         if bucket.is_last():
+            under_way, self._plain = self._plain, []
+            self.link.wait_for(under_way)  # DDP would do so next, and raise errors that name nobody
             self.mean.end_step()
             self.step_done()
         return future

@@ -24,7 +24,7 @@ from torch import nn
 
 from .aggregate import auto
 from .aggregate.link import Link
-from .aggregate.pieces import Spec, parse_spec, recipe_of
+from .aggregate.pieces import Spec, parse_spec, recipe_of, spec_text
 from .aggregate.shard_frames import ShardFrames
 from .aggregate.sharded import AllReduce, ReduceScatter
 from .correct.flat_memory import FlatMemory
@@ -50,6 +50,8 @@ class Handle:
         self.frames = ShardFrames(spec, sizes, None if memory is None else FlatMemory(memory))
         self._link = Link(first.shard_group if first.replicas is None else first.replicas)
         self._host = Link(first.shard_group) if first.replicas is not None and first.shards > 1 else None
+        facts = {"spec": spec_text(self.frames.mean.recipes), "memory": str(memory).removeprefix("torch.")}
+        self._link.agree(facts, {name: str(size) for name, size in sizes.items()})
         self._reduce_scatter = ReduceScatter(self.frames, self._link)
         self._all_reduce = AllReduce(self.frames, self._link)
         self._begun = False  # whether a step is under way
@@ -95,7 +97,8 @@ class Handle:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         try:
             exchange()
-        except BaseException:
+        except BaseException as error:
+            self._link.give_up(error)
             self.frames.abandon_step()
             self._begun = False
             raise
@@ -106,6 +109,7 @@ class Handle:
             if self._host is not None:
                 finite = all(flag == b"\1" for flag in self._host.gather_short(bytes([finite])))
             self.frames.end_step(finite)
+            self._link.at_step(self.frames.mean.steps)
             self._begun = False
 
     # ── what users see ──

@@ -101,6 +101,11 @@ def parse_spec(spec: Spec) -> Recipes:
     return {pattern: recipe(s) for pattern, s in spec.items()}
 
 
+def spec_text(recipes: Recipes) -> str:
+    """The spec that was given, in full."""
+    return str({p: str(r) for p, r in recipes.items()}) if list(recipes) != ["*"] else str(recipes["*"])
+
+
 def recipe_of(name: str, recipes: Recipes) -> Recipe:
     for pattern, chosen in recipes.items():
         if fnmatch.fnmatchcase(name, pattern):

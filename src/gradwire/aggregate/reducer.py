@@ -75,14 +75,16 @@ class Reducer:
         self._thread.submit(self._last_job)
         try:
             self._thread.drain()
-        except BaseException:
-            self.abandon_step()
+        except BaseException as error:
+            self.abandon_step(error)
             raise
         self.wait_s += time.perf_counter() - start
         touched, self._touched = self._touched, set()
         return touched
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self.link.give_up(error)
         self.mean.abandon_step()
         self.shards.memory.rollback()
         self._start_anew()
@@ -130,6 +132,7 @@ class Reducer:
         self.shards.end_step(mean.finite)
         finite = mean.finite
         mean.end_step()
+        self.link.at_step(mean.steps)
         for name in self._flushed if finite else ():
             mean.residual.forget(name)
         self._start_anew()
@@ -292,6 +295,7 @@ class Reducer:
 
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
         self.mean.load_state_dict(state, names)
+        self.link.at_step(self.mean.steps)
         shards_of = state.get("shards", {})
         if self.aggregate == SCATTER_REDUCE:
             self.shards.load_state_dict(shards_of)
