@@ -141,18 +141,19 @@ def divide(parts: Iterable[Part], recipes: Recipes, clock: int, shares: Mapping[
 def messages(tensors: Named, recipes: Recipes) -> list[list[Part]]:
     """Tensors that travel together, in turn: about a chunk each, large tensors in several."""
     result: list[list[Part]] = []
-    filled = CHUNK
+    filled = 0
     for part in whole(tensors):
         chosen = own_recipe(part.name, part.size, recipes)
         # What is selected from a whole tensor, or corrected as a whole, is not cut.
         uncut = chosen.codec.converter.selects or chosen.mask or chosen.clip
         count = 1 if uncut else math.ceil(part.size / CHUNK)
         for chunk in part.cut(count, ALIGNED) if count > 1 else [part]:
-            if filled + chunk.size > CHUNK:
+            entries = 0 if uncut else chunk.size  # what is selected is few bytes
+            if not result or filled + entries > CHUNK + CHUNK // 8:
                 result.append([])
                 filled = 0
             result[-1].append(chunk)
-            filled += 0 if uncut else chunk.size  # what is selected is few bytes
+            filled += entries
     return result
 
 
