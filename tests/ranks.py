@@ -30,7 +30,9 @@ Tensors = dict[str, torch.Tensor]
 
 def launch(work: Callable[[int, Path], object], folder: Path, seconds: float) -> list[object]:
     """What `work(rank, folder)` returned in each process; None where the process was killed."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from a server that has no more than imported them, so that a rank need not: torch alone takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "gradwire"])  # the first is what DDP imports when it is made
     processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(WORLD)]
     for process in processes:
         process.start()
