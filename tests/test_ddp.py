@@ -173,13 +173,13 @@ def frames(rank: int) -> dict[str, object]:
     for step in range(2):
         backward(model, rank, step)
     arrived: list[tuple[int, bytes, list[list[str]]]] = []
-    decode = handle.state.mean._decode
+    decode = handle.state.mean.decode
 
     def recording_decode(sender: int, message: object, pieces: list, *rest: object, **options: object) -> None:
         arrived.append((sender, bytes(message), [piece.names for piece in pieces]))
         decode(sender, message, pieces, *rest, **options)
 
-    handle.state.mean._decode = recording_decode
+    handle.state.mean.decode = recording_decode
     return {"mean": backward(model, rank, 2), "arrived": arrived}
 
 
@@ -360,13 +360,19 @@ def growth(rank: int) -> dict[str, object]:
     model = make_ddp()
     handle = gradwire.ddp.attach(model, "co3")
     parts: list[str] = []
-    gather = handle.state.exchange._all_gather
+    gather = handle.state.reducer._all_gather
+    all_gather, gather_short = gather.link.all_gather, gather.link.gather_short
 
-    def recording_gather(block: torch.Tensor, key: object, part: str) -> object:
-        parts.append(part)
-        return gather(block, key, part)
+    def recording_gather(block: torch.Tensor, into: torch.Tensor | None = None) -> object:
+        parts.append("rest" if into is None else "first")
+        return all_gather(block, into)
 
-    handle.state.exchange._all_gather = recording_gather
+    def recording_short(message: bytes) -> list[bytes]:
+        lengths = gather_short(message)
+        parts[-1] = "lengths"
+        return lengths
+
+    gather.link.all_gather, gather.link.gather_short = recording_gather, recording_short
     steps, rounds = [], []
     for step in range(6):
         parts.clear()
@@ -534,14 +540,15 @@ def more_buckets(rank: int, clock: list[float]) -> None:
 def damage(rank: int, clock: list[float]) -> None:
     """A bit of what rank 2 sends is flipped on its way."""
     state = gradwire.ddp.State("co3")
-    start = state.exchange.start
+    gather = state.reducer._all_gather
+    start = gather.start
 
-    def damaged_start(key: object, block: torch.Tensor, length: int, *rest: object) -> object:
+    def damaged_start(key: object, subject: object, block: torch.Tensor, length: int) -> object:
         if rank == 2:
             block[length] ^= 1
-        return start(key, block, length, *rest)
+        return start(key, subject, block, length)
 
-    state.exchange.start = damaged_start
+    gather.start = damaged_start
     state.reduce(Bucket([5000]))
 
 

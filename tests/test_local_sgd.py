@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError, GradwireError, LocalSGD, SpecError, tasks, wire
-from gradwire.aggregate.all_gather import _children
+from gradwire.aggregate.link import children as _children
 from gradwire.checkpoint import Checkpoint, CheckpointError, load
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
@@ -88,17 +88,17 @@ def close(a: Tensors, b: Tensors, tolerance: float = 1e-5) -> None:
 def recorded_frames(handle: LocalSGD) -> Iterator[dict[int, Tensors]]:
     """What stands in the frames of every rank's parameters, at the last sync."""
     found: dict[int, Tensors] = {}
-    decode = handle.mean._decode
+    decode = handle.mean.decode
 
     def recording(rank: int, message: object, pieces: list, *rest: object, **options: object) -> None:
         found[rank] = {}
         for frame, piece in zip(wire.split(memoryview(bytes(message))), pieces, strict=True):
             parts = gradwire.decode(bytes(frame)).reshape(-1).split(piece.sizes)
-            for name, part, tensor in zip(piece.names, parts, piece.tensors, strict=True):
-                found[rank][name] = part.view(tensor.shape)
+            for values, part in zip(parts, piece.parts, strict=True):
+                found[rank][part.name] = values.view(part.tensor.shape)
         decode(rank, message, pieces, *rest, **options)
 
-    handle.mean._decode = recording
+    handle.mean.decode = recording
     yield found
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import GradwireError, SpecError
+from gradwire.aggregate.pieces import Part
 from ranks import (
     WORLD,
     Net,
@@ -221,9 +222,9 @@ def a_step_that_fails(rank: int) -> None:
 
 
 def recording(source: Callable[..., torch.Tensor], found: Tensors) -> Callable[..., torch.Tensor]:
-    def record(piece: object, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found[name] = source(piece, name, tensor)
-        return found[name]
+    def record(part: Part) -> torch.Tensor:
+        found[part.name] = source(part)
+        return found[part.name]
 
     return record
 
@@ -234,7 +235,7 @@ def clipping(rank: int) -> None:
         model = make()
         handle = gradwire.ddp.attach(model, f"toy:p=1,clip_norm={clip}")
         pushed: Tensors = {}
-        handle.state.mean._source = recording(handle.state.mean._source, pushed)
+        handle.state.mean.source = recording(handle.state.mean.source, pushed)
         loss_of(model, rank, 0).backward()
         total = sum(p.numel() for p in model.parameters())
         for tensor in pushed.values():

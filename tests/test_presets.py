@@ -17,7 +17,7 @@ from torch import nn
 
 import gradwire
 from gradwire import AggregateError, LocalSGD, SpecError, wire
-from gradwire.aggregate.all_gather import PREFIX
+from gradwire.aggregate.message import PREFIX
 from gradwire.catalogue import recipe
 from gradwire.convert.sparse import sent_positions
 from gradwire.recipe import MOST, budget_parts
@@ -243,17 +243,22 @@ def flush_sends_its_share_once(rank: int) -> None:
     spec = {"first.*": "sbc2:flush=0.3,small=none", "last.weight": "co3", "*": "none"}
     handle = make(spec, sync_every=2)
     sent: list[list[tuple[list[str], int]]] = []
-    start = handle.mean.start
+    divide, encode = handle.mean.divide, handle.mean.encode
+    flushing: list[bool] = []
 
-    def recording(key: str, tensors: list, note: bytes = b"", send: bool = True, flush: bool = False) -> object:
-        pending = start(key, tensors, note, send, flush)
-        if flush:
-            frame = memoryview(handle.mean._messages[key][PREFIX + len(note) :].numpy())
+    def recording_divide(parts: list, flush: bool = False) -> list:
+        flushing.append(flush)
+        return divide(parts, flush)
+
+    def recording_encode(key: str, pieces: list, note: bytes) -> object:
+        block, length = encode(key, pieces, note)
+        if flushing[-1]:
+            frame = memoryview(block[PREFIX + len(note) :].numpy())
             frame = frame[: wire.read_header(frame).frame_length]
-            sent.append([(piece.names, len(sent_positions(frame))) for piece in pending.pieces])
-        return pending
+            sent.append([(piece.names, len(sent_positions(frame))) for piece in pieces])
+        return block, length
 
-    handle.mean.start = recording
+    handle.mean.divide, handle.mean.encode = recording_divide, recording_encode
     with handle:
         for i in range((5, 2, 0)[rank]):
             step(handle, rank, i)

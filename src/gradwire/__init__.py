@@ -4,6 +4,7 @@ from . import ddp
 from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
+from .data_parallel import DataParallel
 from .errors import AggregateError, FrameError, GradwireError, SpecError
 from .local_sgd import LocalSGD
 
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AggregateError",
     "Codec",
+    "DataParallel",
     "FrameError",
     "GradwireError",
     "LocalSGD",

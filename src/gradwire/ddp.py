@@ -2,14 +2,12 @@
 
     handle = gradwire.ddp.attach(ddp_model, "co3")
 
-Every bucket that DDP hands us (`State.reduce`) is encoded and its frames are sent while backward goes on; what has
-arrived by then is decoded and averaged, the rest in the last bucket's call (`aggregate/mean.py` has the steps).
-After the last bucket the error memories are committed, or, if any rank sent a NaN or an infinity (GradScaler
-relies on them), rolled back on all ranks.
+Every bucket that DDP hands us (`State.reduce`) is encoded and exchanged in a thread while backward goes on; the last
+bucket's call waits for all of them (`aggregate/reducer.py` has the steps). After it the error memories are committed,
+or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled back on all ranks.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,25 +15,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from . import aggregate
-from .aggregate.all_gather import AllGather
-from .aggregate.mean import Mean
 from .aggregate.pieces import Spec
-from .correct.momentum import Takeover
-from .errors import GradwireError, SpecError
-from .recipe import Recipe
+from .errors import GradwireError
+from .gradients import Gradients, Handle, Options, Scaler
 
 
-@dataclass
-class Pending:
-    """A bucket whose frames are under way."""
-
-    buffer: torch.Tensor
-    frames: aggregate.mean.Pending
-    future: torch.futures.Future
-
-
-class State:
+class State(Gradients):
     """All that the hook remembers. `State(spec, model)` and `hook` are the pair for `register_comm_hook`.
 
     Without the model, parameters are named by the order in which they first appear.
@@ -48,122 +33,50 @@ class State:
         model: torch.nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
+        grad_scaler: Scaler | None = None,
+        aggregate: str = "auto",
+        timeout: float | None = None,
     ):
-        self.mean = Mean(spec, process_group)
-        self.dense_bytes = 0
-        self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
-        self._names: dict[int, str] = {}
-        self._pending: list[Pending] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._takeover: Takeover | None = None
-        for chosen in self.mean.recipes.values():
-            _check_for_hook(chosen, model is not None)
-        if model is not None:
-            inner = model.module if isinstance(model, DistributedDataParallel) else model
-            for name, parameter in inner.named_parameters():
-                self._names[id(parameter)] = name
-                self.mean.recipe_of(name)
-            self.mean.know_model([(name, p) for name, p in inner.named_parameters() if p.requires_grad])
-        if any(chosen.mask for chosen in self.mean.recipes.values()):
-            self._optimizer = _checked_for_momentum(optimizer, self._names)
-            self.open()
-
-    @property
-    def exchange(self) -> AllGather:
-        return self.mean.exchange
-
-    @property
-    def steps(self) -> int:
-        return self.mean.steps
-
-    # ── the hook ──
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        parameters = None if inner is None else inner.named_parameters()
+        super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
+        self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        buffer = bucket.buffer()
         try:
-            if bucket.buffer().layout != torch.strided:
+            if buffer.layout != torch.strided:
                 raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
-            if self._takeover is not None:
-                self.mean.factors = self._by_name(self._takeover.factors())
-            named = [(self._name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
-            self.dense_bytes += 4 * bucket.buffer().numel()
-            frames = self.mean.start((bucket.index(), bucket.buffer().numel()), named)
-            self._pending.append(Pending(bucket.buffer(), frames, future))
-            while self._pending and (bucket.is_last() or self.mean.ready(self._pending[0].frames)):
-                done = self._pending.pop(0)
-                self.mean.finish(done.frames)
-                done.future.set_result(done.buffer)
+            named = [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+            if self.plain:
+                return self._reduce_plainly(bucket, named)
+            self.submit((bucket.index(), buffer.numel()), named)
+            self._pending.append((buffer, future))
             if bucket.is_last():
-                self.mean.end_step()
+                self.finish_step()
+                for averaged, waiting in self._pending:
+                    waiting.set_result(averaged)
+                self._pending.clear()
         except BaseException:
             self._pending.clear()
-            self.mean.abandon_step()
+            self.abandon_step()
             raise
         return future
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        return self._names.setdefault(id(parameter), f"parameter{len(self._names)}")
-
-    # ── what users see ──
-
-    def stats(self) -> dict[str, float]:
-        """Totals of this rank since it was attached (or loaded); `ratio` is fp32 over frames."""
-        own = self.mean.stats()
-        return {
-            "steps": self.steps - self._steps_before,
-            **own,
-            "dense_bytes": self.dense_bytes,
-            "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's error memory, by parameter name."""
-        return self.mean.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean.load_state_dict(state, set(self._names.values()))
-        self._steps_before = self.steps
-
-    def open(self) -> None:
-        """Take over the optimizer's momentum, where a recipe masks it."""
-        if self._optimizer is not None and self._takeover is None:
-            self._takeover = Takeover(self._optimizer)
-            self.mean.velocity.memory.update(self._by_name(self._takeover.take_buffers()))
-
-    def close(self) -> None:
-        """The optimizer has its momentum again, from zero on."""
-        if self._takeover is not None:
-            self._takeover.release()
-            self._takeover = None
-            self.mean.factors = {}
-
-    def _by_name(self, by_id: dict[int, Any]) -> dict[str, Any]:
-        return {self._names[i]: value for i, value in by_id.items()}
-
-
-def _check_for_hook(chosen: Recipe, model_is_known: bool) -> None:
-    if chosen.delayed:
-        raise SpecError(f"{chosen.name} {chosen.delayed}: use gradwire.LocalSGD, not a hook of DDP")
-    if chosen.clip and not model_is_known:
-        raise SpecError(f"{chosen.name} clips by the whole model's norm, so it needs the model: State(spec, model)")
-    if chosen.power != 1 and not model_is_known:
-        raise SpecError(f"{chosen.name} shares the whole model's budget, so it needs the model: State(spec, model)")
-
-
-def _checked_for_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> torch.optim.Optimizer:
-    if optimizer is None:
-        raise SpecError(
-            "this recipe masks momentum where it sends, and a hook cannot see the optimizer: pass optimizer= to "
-            "attach, use gradwire.LocalSGD, or switch it off in the spec (mask=off)"
-        )
-    if not names:
-        raise SpecError("a recipe that masks momentum needs the model too: State(spec, model, optimizer=…)")
-    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(names):
-        raise SpecError(
-            "the optimizer also holds parameters of another model, whose momentum would be lost: "
-            "give this model an optimizer of its own"
-        )
-    return optimizer
+    def _reduce_plainly(self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]) -> Any:
+        """As DDP does without a hook; what is left in error memories goes with it."""
+        for name, gradient in named:
+            memory = self.mean.residual.forget(name)
+            if memory is not None:
+                gradient.add_(memory.to(gradient.device).view(gradient.shape))
+        future = allreduce_hook(self.given_group, bucket)
+        self.count_plain(bucket.buffer().nbytes)
+        if bucket.is_last():
+            self.mean.end_step()
+            self.step_done()
+        return future
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -183,20 +96,12 @@ def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return allreduce_hook(slot.group, bucket) if slot.state is None else slot.state.reduce(bucket)
 
 
-class Handle:
+class DDPHandle(Handle):
     """What `attach` returns."""
 
     def __init__(self, slot: _Slot, state: State):
+        super().__init__(state)
         self._slot, self.state = slot, state
-
-    def stats(self) -> dict[str, float]:
-        return self.state.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state.load_state_dict(state)
 
     def detach(self) -> None:
         """Back to plain all-reduce; the model can be attached again."""
@@ -206,13 +111,22 @@ class Handle:
 
 
 def attach(
-    model: DistributedDataParallel, spec: Spec = "co3", *, optimizer: torch.optim.Optimizer | None = None
-) -> Handle:
+    model: DistributedDataParallel,
+    spec: Spec = "co3",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: Scaler | None = None,
+    aggregate: str = "auto",
+    timeout: float | None = None,
+) -> DDPHandle:
     """Compress the gradients of a DDP model. `spec` is a recipe, or a dict from name patterns to recipes.
 
     A model that is attached already gets the new recipe in place of the old one, and an empty error memory.
 
     Recipes that mask momentum (sbc, stc, dgc) take over that of the `optimizer`, an SGD, until they are detached.
+    With a `grad_scaler` error memory follows the scale of the loss. `aggregate` is how frames meet: "all_gather",
+    "scatter_reduce", "hierarchical", or "auto" for what is fastest (docs/aggregation.md). A peer that does not answer
+    within `timeout` seconds, by default those of the process group, is an AggregateError.
     """
     if not isinstance(model, DistributedDataParallel):
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
@@ -221,7 +135,11 @@ def attach(
     if before:
         before.close()  # the next one may take over the same optimizer's momentum
     try:
-        state = State(spec, model, model.process_group, optimizer)
+        state = State(
+            spec, model, model.process_group, optimizer,
+            grad_scaler=grad_scaler, aggregate=aggregate, timeout=timeout,
+        )  # fmt: skip
+        state.connect()
     except BaseException:
         if before:
             before.open()
@@ -231,4 +149,4 @@ def attach(
         model.register_comm_hook(slot, _slot_hook)
         object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
     slot.state = state
-    return Handle(slot, state)
+    return DDPHandle(slot, state)

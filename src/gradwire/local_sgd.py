@@ -32,7 +32,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .aggregate import updates
+from .aggregate.all_gather import AllGather
 from .aggregate.buffers import Buffers
+from .aggregate.link import Link
 from .aggregate.mean import Mean
 from .aggregate.pieces import Spec, own_recipe, parse_spec
 from .correct.momentum import mask_optimizer, reset_optimizer
@@ -66,7 +68,9 @@ class LocalSGD:
         _check(model, optimizer)
         self.model, self.optimizer = model, optimizer
         spec, of_buffers = _divide_spec(spec)
-        self.mean = Mean(spec, process_group)
+        self.mean = Mean(spec)
+        self._group = process_group
+        self._gather: AllGather | None = None
         self._parameters = _trainable(model)
         self._check_recipes()
         slowest = max(self.mean.recipes.values(), key=lambda chosen: chosen.sync_every)
@@ -122,6 +126,12 @@ class LocalSGD:
                 self._sync(left=True, flush=True)
             self._inside = False
 
+    def _connected(self) -> AllGather:
+        if self._gather is None:
+            self._gather = AllGather(Link(self._group))
+            self.mean.rank, self.mean.world = self._gather.link.rank, self._gather.link.world
+        return self._gather
+
     @torch.no_grad()
     def _start_alike(self) -> None:
         """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
@@ -131,8 +141,8 @@ class LocalSGD:
                 self._anchor[name].copy_(self._parameters[name])
             if loaded or not self._inside:
                 self._buffers.follow()
-        exchange = self.mean.exchange
-        states = exchange.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
+        link = self._connected().link
+        states = link.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
         if len({state[:4] for state in states}) > 1:
             raise AggregateError("ranks have different models or specs: all must have the same")
         if len({state[4:-1] for state in states}) > 1:
@@ -142,7 +152,7 @@ class LocalSGD:
                 )
             self._take_common()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                exchange.broadcast(tensor)
+                link.broadcast(tensor)
             for name, parameter in self._parameters.items():
                 self._anchor[name].copy_(parameter)
             self._buffers.follow()
@@ -211,11 +221,13 @@ class LocalSGD:
             with_buffers = send and self.mean.steps % self._buffers_every == 0
         try:
             self.mean.clock = self.steps
-            messages = updates.exchange(self.mean, self._buffers, means, send, left, with_buffers, flush)
+            messages = updates.exchange(
+                self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
+            )
         except BaseException:
             self.mean.abandon_step()
             raise
-        own = messages[self.mean.exchange.rank]
+        own = messages[self.mean.rank]
         if any(message.usable for message in messages):
             self._move(means)
             self.syncs += 1
@@ -284,11 +296,14 @@ class LocalSGD:
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank; `dense_bytes` is what fp32 gradients of all local steps would have been."""
-        own = self.mean.stats()
+        own, gather = self.mean.stats(), self._gather
         return {
             "steps": self.steps - self._steps_before,
             "syncs": self.syncs,
             **own,
+            "wire_bytes_sent": gather.link.bytes_sent if gather else 0,
+            "wire_bytes_received": gather.link.bytes_received if gather else 0,
+            "wait_s": gather.wait_s if gather else 0.0,
             "dense_bytes": self.dense_bytes,
             "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
         }

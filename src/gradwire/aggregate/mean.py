@@ -1,61 +1,57 @@
-"""The mean over all ranks of named tensors, through frames: what DDP and LocalSGD share.
+"""The mean over all ranks of named tensors, through frames: what DDP, DataParallel and LocalSGD share.
 
-1. `start`: correct and encode (u = g + γe becomes a frame; small tensors share one), and send the frames;
-2. `finish`: every rank decodes all ranks' frames, its own too, and averages them in rank order, so that the
-   result, which replaces the tensors, is bit-identical everywhere;
+1. encode: correct, convert, compress (u = g + γe becomes a frame; small tensors share one);
+2. decode: every rank adds up all ranks' frames, its own too, in rank order, so that the result, which replaces the
+   tensors, is bit-identical everywhere;
 3. `end_step`: error memories are committed, or, if any rank sent a NaN or an infinity, rolled back on all.
+
+How frames travel in between is told by `reducer.py` (every step, beside the backward pass) and `updates.py` (LocalSGD).
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from .. import codecs, wire
 from ..correct.momentum import Factor, Velocity
 from ..correct.residual import Residual
 from ..errors import AggregateError, FrameError, GradwireError
+from ..monitor import Error
 from ..recipe import Recipe, budget_parts
-from .all_gather import PREFIX, AllGather, Ticket
-from .pieces import Named, Piece, Recipes, Spec, divide, fingerprint, own_recipe, parse_spec, recipe_of
+from .message import PREFIX
+from .pieces import Named, Part, Piece, Recipes, Spec, divide, own_recipe, parse_spec, recipe_of
 
-
-@dataclass
-class Pending:
-    """Tensors whose frames are under way."""
-
-    pieces: list[Piece]
-    ticket: Ticket
+Source = Callable[[Part], torch.Tensor]
 
 
 class Mean:
-    def __init__(self, spec: Spec, group: dist.ProcessGroup | None = None):
+    def __init__(self, spec: Spec):
         self.recipes = parse_spec(spec)
-        self.group = group
+        self.rank, self.world = 0, 1
         self.residual, self.velocity = Residual(), Velocity()
         self.factors: dict[str, Factor] = {}  # of the parameters whose momentum is ours
+        self.scale = 1.0  # of the loss, and with it of gradients and memories
         self.steps = self.frame_bytes = 0
         self.clock: int | None = None  # what schedules go by, where it is not the number of exchanges
-        self.encode_s = self.decode_s = self.wait_s = 0.0
-        self.total = 1  # entries of the whole model, for clipping
-        self.parts: dict[str, float] = {}  # of the model's budget, for each tensor that has not its share by size
+        self.encode_s = self.decode_s = 0.0
+        self.sizes: dict[str, int] = {}  # entries of each tensor of the model, where it is known
+        self.shares: dict[str, float] = {}  # of the model's budget, for each tensor that has not its share by size
         self.finite = True  # what all ranks sent in this step
-        self._exchange: AllGather | None = None
-        self._messages: dict[Hashable, torch.Tensor] = {}
+        self._blocks: dict[Hashable, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
+        self.measured: dict[str, Error] | None = None  # of this step, by tensor, if it is wanted
+        self.rivals: dict[str, tuple[Recipes, Error]] = {}  # recipes whose errors are wanted beside, by spec
 
-    @property
-    def exchange(self) -> AllGather:
-        if self._exchange is None:
-            self._exchange = AllGather(self.group)
-        return self._exchange
+    def use(self, spec: Spec) -> None:
+        """Another recipe from the next step on; memories stay, and are sent with it."""
+        self.recipes = parse_spec(spec)
+        self._share_budget()
 
     def recipe_of(self, name: str) -> Recipe:
         return recipe_of(name, self.recipes)
@@ -69,50 +65,155 @@ class Mean:
 
     def know_model(self, tensors: Named) -> None:
         """What has to be known of the whole model: its size, and every tensor's part of the budget."""
-        sizes = {name: t.numel() for name, t in tensors}
-        self.total = sum(sizes.values())
-        self.parts = budget_parts(sizes, {name: own_recipe(name, d, self.recipes) for name, d in sizes.items()})
+        self.sizes = {name: t.numel() for name, t in tensors}
+        self._share_budget()
 
-    # ── one step ──
+    def _share_budget(self) -> None:
+        chosen = {name: own_recipe(name, d, self.recipes) for name, d in self.sizes.items()}
+        self.shares = budget_parts(self.sizes, chosen)
 
-    def start(
-        self, key: Hashable, tensors: Named, note: bytes = b"", send: bool = True, flush: bool = False
-    ) -> Pending:
-        """Encode and send the tensors (or only receive), and before them a note of this rank."""
+    @property
+    def total(self) -> int:
+        """Entries of the whole model."""
+        return sum(self.sizes.values())
+
+    def divide(self, parts: Sequence[Part], flush: bool = False) -> list[Piece]:
         recipes = self.flushing if flush else self.recipes
-        pieces = divide(tensors, recipes, self.steps if self.clock is None else self.clock, self.parts)
-        block, length = self._encode(key, pieces if send else [], note)
-        return Pending(pieces, self.exchange.start(key, block, length, lambda: fingerprint(pieces)))
+        return divide(parts, recipes, self.steps if self.clock is None else self.clock, self.shares)
 
-    def ready(self, pending: Pending) -> bool:
-        return self.exchange.ready(pending.ticket)
+    # ── encoding ──
 
-    def finish(self, pending: Pending) -> None:
-        """Replace the tensors by their means."""
-        messages = self.wait(pending)
-        self.average(pending, messages)
+    def encode(
+        self, key: Hashable, pieces: Sequence[Piece], note: bytes = b"", source: Source | None = None,
+        memory: Residual | None = None, salt: str = "",
+    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        """A block with room for a prefix, then the note and the frames of the pieces; and the length of both.
 
-    def wait(self, pending: Pending) -> list[np.ndarray]:
+        `source` gives what is sent in place of a part; by default the part itself, clipped or accelerated.
+        """
         start = time.perf_counter()
-        messages = self.exchange.finish(pending.ticket)
-        self.wait_s += time.perf_counter() - start
-        return messages
+        source = source or self.source
+        sources = [[source(part) for part in piece.parts] for piece in pieces]
+        room = PREFIX + len(note)
+        room += sum(p.codec.max_frame_bytes(t) for p, ts in zip(pieces, sources, strict=True) for t in ts)
+        block = self._blocks.get(key)
+        if block is None or len(block) < room:
+            block = self._blocks[key] = torch.empty(room + room // 16 + 1024, dtype=torch.uint8)
+        position = PREFIX + len(note)
+        if note:
+            block[PREFIX:position] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        for piece, tensors in zip(pieces, sources, strict=True):
+            position += self._encode_piece(piece, tensors, block[position:], memory or self.residual, salt)
+        self.frame_bytes += position - PREFIX - len(note)
+        self.encode_s += time.perf_counter() - start
+        return block, position - PREFIX
 
-    def average(self, pending: Pending, messages: Sequence[np.ndarray | None]) -> None:
-        """Replace the tensors by the mean of what stands in the messages; None for a rank that sent nothing."""
+    def _encode_piece(
+        self, piece: Piece, sources: list[torch.Tensor], out: torch.Tensor, memory: Residual, salt: str
+    ) -> int:
+        """Correct, convert, compress: one frame."""
+        # Other random numbers for every step, rank and parameter, and the same ones in a repeated or resumed run.
+        seed = (self.steps << 32) + zlib.crc32(f"{salt}{self.rank}:{piece.parts[0].key}".encode())
+        codec, decay = piece.codec, piece.recipe.decay
+        pairs = [memory.buffers(part.name, part.tensor) for part in piece.parts] if decay else []
+        pairs = [(p.of(before), p.of(after)) for p, (before, after) in zip(piece.parts, pairs, strict=False)]
+        if len(sources) == 1:
+            old, new = pairs[0] if pairs else (None, None)
+            length = codec.encode_into(sources[0], out, residual=old, residual_out=new, decay=decay, seed=seed)
+        else:
+            flat = torch.cat([s.reshape(-1) for s in sources])
+            laid = torch.cat([before.reshape(-1) for before, _ in pairs]) if pairs else None
+            length = codec.encode_into(flat, out, residual=laid, decay=decay, seed=seed, segments=piece.sizes)
+            for (_, after), updated in zip(pairs, laid.split(piece.sizes) if laid is not None else (), strict=True):
+                after.view(-1).copy_(updated)
+        if self.measured is not None and memory is self.residual:
+            self._measure(piece, sources, [before for before, _ in pairs], out[:length])
+        if piece.recipe.mask and memory is self.residual:
+            self._note_sent(piece, out[:length])
+        return length
+
+    def _measure(
+        self, piece: Piece, sources: list[torch.Tensor], memories: list[torch.Tensor], frame: torch.Tensor
+    ) -> None:
+        """The error of a frame, against what was to be sent."""
+        assert self.measured is not None
+        decoded = codecs.decode(frame).reshape(-1).float().split(piece.sizes)
+        for i, (part, sent) in enumerate(zip(piece.parts, decoded, strict=True)):
+            wanted = sources[i].reshape(-1).float()
+            if memories:
+                wanted = wanted + piece.recipe.decay * memories[i].reshape(-1)
+            share = len(frame) * part.size / max(1, sum(piece.sizes))
+            squared, norm = float((wanted - sent).double().square().sum()), float(wanted.double().square().sum())
+            self.measured.setdefault(part.name, Error()).add(squared, norm, share)
+            for recipes, error in self.rivals.values():
+                codec = own_recipe(part.name, part.tensor.numel(), recipes).codec
+                frame_of_rival = codec.encode(wanted)
+                other = codecs.decode(frame_of_rival)
+                error.add(float((wanted - other).double().square().sum()), norm, len(frame_of_rival))
+
+    def source(self, part: Part) -> torch.Tensor:
+        """The part's entries, clipped, or the velocity that they add to."""
+        chosen, tensor = self.recipe_of(part.name), part.tensor
+        if chosen.clip:
+            # By its size a tensor has a share of the allowed norm, and each rank has one of the mean's.
+            limit = chosen.clip * self.scale * (tensor.numel() / self.total / self.world) ** 0.5
+            norm = float(tensor.float().norm())
+            tensor = tensor * (limit / norm) if norm > limit else tensor
+        masks = own_recipe(part.name, tensor.numel(), self.recipes).mask
+        return part.of(self.accelerated(part.name, tensor) if masks else tensor)
+
+    def accelerated(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        factor = self.factors.get(name)
+        return gradient if factor is None else self.velocity.push(name, gradient, factor)
+
+    def _note_sent(self, piece: Piece, frame: torch.Tensor) -> None:
+        """Which entries of each tensor this frame carries."""
+        flat = codecs.decode(frame).reshape(-1) != 0
+        for part, sent in zip(piece.parts, flat.split(piece.sizes), strict=True):
+            if part.name in self.factors:
+                self.velocity.mask(part.name, sent, part.lo)
+            else:
+                self._sent[part.name] = sent
+
+    def take_sent(self) -> dict[str, torch.Tensor]:
+        """Which entries this rank sent, of tensors whose recipe masks momentum."""
+        sent, self._sent = self._sent, {}
+        return sent
+
+    # ── decoding ──
+
+    def decode(
+        self, rank: int, frames: np.ndarray, pieces: Sequence[Piece], targets: Sequence[torch.Tensor], weight: float,
+        accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Add this rank's frames, weighted, to the targets, or put them there."""
         start = time.perf_counter()
-        given = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-        targets = [piece.target() for piece in pending.pieces]
-        for i, (rank, message) in enumerate(given):
-            self._decode(rank, message, pending.pieces, targets, 1 / len(given), accumulate=i > 0)
-        for piece, target in zip(pending.pieces, targets, strict=True):
-            if given:
-                piece.put(target)
-        for piece in pending.pieces if self.factors else ():
-            if not piece.recipe.mask:  # momentum after the exchange, as the optimizer itself would have it
-                for name, tensor in zip(piece.names, piece.tensors, strict=True):
-                    tensor.copy_(self._accelerated(name, tensor))
+        try:
+            split = wire.split(memoryview(frames))
+            if len(split) != len(pieces):
+                raise FrameError(f"{len(split)} frames, expected {len(pieces)}")
+            for frame, piece, target in zip(split, pieces, targets, strict=True):
+                header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
+                if header.elements != sum(piece.sizes):
+                    raise FrameError(
+                        f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}"
+                    )
+                self.finite &= not header.nonfinite
+                codecs.decode_payload(header, payload, target, weight, accumulate)
+        except FrameError as error:
+            raise unusable(rank, error) from error
         self.decode_s += time.perf_counter() - start
+
+    def average(self, pieces: Sequence[Piece], arrived: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Replace the tensors by the mean of the frames that these ranks sent."""
+        targets = [piece.target() for piece in pieces]
+        for i, (rank, frames) in enumerate(arrived):
+            self.decode(rank, frames, pieces, targets, 1 / len(arrived), accumulate=i > 0)
+        for piece, target in zip(pieces, targets, strict=True):
+            if arrived:
+                piece.put(target)
+
+    # ── the end of a step ──
 
     def end_step(self) -> None:
         for memory in (self.residual, self.velocity):
@@ -127,114 +228,23 @@ class Mean:
         self._sent.clear()
         self.finite = True
 
-    # ── encoding ──
-
-    def _encode(self, key: Hashable, pieces: list[Piece], note: bytes) -> tuple[torch.Tensor, int]:
-        start = time.perf_counter()
-        room = PREFIX + len(note) + sum(p.codec.max_frame_bytes(t) for p in pieces for t in p.tensors)
-        block = self._messages.get(key)
-        if block is None or len(block) < room:
-            block = self._messages[key] = torch.empty(room + room // 16 + 1024, dtype=torch.uint8)
-        position = PREFIX + len(note)
-        block[PREFIX:position] = torch.frombuffer(bytearray(note), dtype=torch.uint8) if note else 0
-        for piece in pieces:
-            position += self._encode_piece(piece, block[position:])
-        self.frame_bytes += position - PREFIX - len(note)
-        self.encode_s += time.perf_counter() - start
-        return block, position - PREFIX
-
-    def _encode_piece(self, piece: Piece, out: torch.Tensor) -> int:
-        """Correct, convert, compress: one frame."""
-        # Other random numbers for every step, rank and parameter, and the same ones in a repeated or resumed run.
-        seed = (self.steps << 32) + zlib.crc32(f"{self.exchange.rank}:{piece.names[0]}".encode())
-        codec, decay = piece.codec, piece.recipe.decay
-        sources = [self._source(piece, name, tensor) for name, tensor in zip(piece.names, piece.tensors, strict=True)]
-        pairs = [self.residual.buffers(n, s) for n, s in zip(piece.names, sources, strict=True)] if decay else []
-        if len(sources) == 1:
-            before, after = pairs[0] if pairs else (None, None)
-            length = codec.encode_into(sources[0], out, residual=before, residual_out=after, decay=decay, seed=seed)
-        else:
-            flat = torch.cat([s.reshape(-1) for s in sources])
-            before = torch.cat([b.reshape(-1) for b, _ in pairs]) if pairs else None
-            length = codec.encode_into(flat, out, residual=before, decay=decay, seed=seed, segments=piece.sizes)
-            if before is not None:
-                for (_, after), updated in zip(pairs, before.split(piece.sizes), strict=True):
-                    after.view(-1).copy_(updated)
-        if piece.recipe.mask:
-            self._note_sent(piece, out[:length])
-        return length
-
-    def _source(self, piece: Piece, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, clipped, or the velocity that it adds to; on the CPU."""
-        # Native kernels after a copy are faster than plain torch on a GPU, and error memory stays where they are.
-        tensor = tensor.cpu()
-        clip = self.recipe_of(name).clip
-        if clip:
-            # By its size a tensor has a share of the allowed norm, and each rank has one of the mean's.
-            limit = clip * (tensor.numel() / self.total / self.exchange.world) ** 0.5
-            norm = float(tensor.float().norm())
-            tensor = tensor * (limit / norm) if norm > limit else tensor
-        return self._accelerated(name, tensor) if piece.recipe.mask else tensor
-
-    def _accelerated(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        factor = self.factors.get(name)
-        return gradient if factor is None else self.velocity.push(name, gradient, factor)
-
-    def _note_sent(self, piece: Piece, frame: torch.Tensor) -> None:
-        """Which entries of each tensor this frame carries."""
-        flat = codecs.decode(frame).reshape(-1) != 0
-        for name, sent in zip(piece.names, flat.split(piece.sizes), strict=True):
-            if name in self.factors:
-                self.velocity.mask(name, sent)
-            else:
-                self._sent[name] = sent
-
-    def take_sent(self) -> dict[str, torch.Tensor]:
-        """Which entries this rank sent, of tensors whose recipe masks momentum."""
-        sent, self._sent = self._sent, {}
-        return sent
-
-    # ── decoding ──
-
-    def _decode(
-        self, rank: int, message: np.ndarray, pieces: list[Piece], targets: list[torch.Tensor], weight: float,
-        accumulate: bool,
-    ) -> None:  # fmt: skip
-        """Add this rank's frames, weighted, to the targets."""
-        try:
-            frames = wire.split(memoryview(message))
-            if len(frames) != len(pieces):
-                raise FrameError(f"{len(frames)} frames, expected {len(pieces)}")
-            for frame, piece, target in zip(frames, pieces, targets, strict=True):
-                header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
-                if header.elements != sum(piece.sizes):
-                    raise FrameError(
-                        f"{header.elements} elements for {', '.join(piece.names)}, expected {sum(piece.sizes)}"
-                    )
-                self.finite &= not header.nonfinite
-                codecs.decode_payload(header, payload, target, weight, accumulate)
-        except FrameError as error:
-            raise AggregateError(
-                f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
-                f"the same spec and the same version of gradwire"
-            ) from error
+    def rescale(self, scale: float) -> None:
+        """Gradients come multiplied by `scale` from now on, as those of a scaled loss do."""
+        if scale != self.scale:
+            self.residual.rescale(scale / self.scale)
+            self.velocity.rescale(scale / self.scale)
+            self.scale = scale
 
     # ── what is kept ──
 
     def stats(self) -> dict[str, float]:
-        return {
-            "frame_bytes": self.frame_bytes,
-            "wire_bytes_sent": self._exchange.bytes_sent if self._exchange else 0,
-            "wire_bytes_received": self._exchange.bytes_received if self._exchange else 0,
-            "encode_s": self.encode_s,
-            "decode_s": self.decode_s,
-            "wait_s": self.wait_s,
-        }
+        return {"frame_bytes": self.frame_bytes, "encode_s": self.encode_s, "decode_s": self.decode_s}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's memories, by parameter name."""
-        velocity = {name: v.detach().cpu().clone() for name, v in self.velocity.memory.items()}
-        return {"steps": self.steps, **self.residual.state_dict(), **({"velocity": velocity} if velocity else {})}
+        """This rank's memories, by parameter name, of gradients that are not scaled."""
+        memory = {name: e / self.scale for name, e in self.residual.memory.items()}
+        velocity = {name: v.cpu() / self.scale for name, v in self.velocity.memory.items()}
+        return {"steps": self.steps, "memory": memory, **({"velocity": velocity} if velocity else {})}
 
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
         unknown = sorted(set(state.get("memory", {})) - names) if names else []
@@ -243,3 +253,11 @@ class Mean:
         self.residual.load_state_dict(state)
         self.velocity.memory = {name: v.float().clone() for name, v in state.get("velocity", {}).items()}
         self.steps = int(state.get("steps", 0))
+        self.scale = 1.0
+
+
+def unusable(rank: int, error: Exception) -> AggregateError:
+    return AggregateError(
+        f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
+        f"the same spec and the same version of gradwire"
+    )

@@ -13,9 +13,13 @@ import numpy as np
 import torch
 
 from .. import wire
-from ..errors import AggregateError, FrameError, GradwireError
+from ..errors import FrameError, GradwireError
+from .all_gather import AllGather
 from .buffers import Buffers
-from .mean import Mean
+from .mean import Mean, unusable
+from .message import Subject
+from .pieces import fingerprint, whole
+from .staging import Staging
 
 LEFT, SENT, BUFFERS = 1, 2, 4  # flags: the rank has left the `with` block; an update follows; buffers do
 _HEAD = struct.Struct("<BI")
@@ -45,7 +49,7 @@ class Message:
 
 
 def exchange(
-    mean: Mean, buffers: Buffers, updates: dict[str, torch.Tensor], send: bool, left: bool,
+    mean: Mean, gather: AllGather, buffers: Buffers, updates: dict[str, torch.Tensor], send: bool, left: bool,
     with_buffers: bool, flush: bool = False,
 ) -> list[Message]:  # fmt: skip
     """Replace the updates and the common buffers by the means of what all ranks sent, in rank order.
@@ -55,17 +59,21 @@ def exchange(
     flags = LEFT * left | SENT * send
     note = bytes([flags])
     if with_buffers:
-        part, frame_bytes = buffers.encode(mean.steps << 32 | mean.exchange.rank)
+        part, frame_bytes = buffers.encode(mean.steps << 32 | mean.rank)
         note = _HEAD.pack(flags | BUFFERS, len(part)) + part
         mean.frame_bytes += frame_bytes
-    pending = mean.start("sync", list(updates.items()), note, send, flush)
-    messages = [_read(rank, message, buffers) for rank, message in enumerate(mean.wait(pending))]
+    staging, tensors = Staging(), list(updates.items())
+    pieces = mean.divide(staging.staged(whole(tensors), staging.submitted(tensors)), flush)
+    block, length = mean.encode("sync", pieces if send else [], note)
+    ticket = gather.start("sync", Subject(mean.steps, fingerprint(pieces)), block, length)
+    messages = [_read(rank, message, buffers) for rank, message in enumerate(gather.finish(ticket))]
     for rank, message in enumerate(messages):
         if message.diverged:
             warnings.warn(f"rank {rank} has a NaN or an infinity: its update is left out", stacklevel=2)
     if all(message.diverged for message in messages):
         raise GradwireError("all ranks have a NaN or an infinity in their parameters: the training has diverged")
-    mean.average(pending, [message.frames if message.usable else None for message in messages])
+    mean.average(pieces, [(rank, message.frames) for rank, message in enumerate(messages) if message.usable])
+    staging.put_back()
     buffers.average([m.buffers for m in messages if m.buffers is not None and not m.diverged])
     return messages
 
@@ -74,7 +82,4 @@ def _read(rank: int, message: np.ndarray, buffers: Buffers) -> Message:
     try:
         return Message(message, buffers)
     except (FrameError, struct.error, IndexError) as error:
-        raise AggregateError(
-            f"rank {rank} sent what this rank cannot use ({error}): all ranks must have the same model, "
-            f"the same spec and the same version of gradwire"
-        ) from error
+        raise unusable(rank, error) from error

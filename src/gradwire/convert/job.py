@@ -23,6 +23,7 @@ class Converter(ABC):
     any_device = False  # takes tensors as they are; otherwise they come as copies on the CPU
     elementwise = False  # every entry is coded for itself, whatever the others are
     lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
+    selects = False  # a few entries of the whole tensor are sent, so that it had better not be cut
     stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
 
     @abstractmethod

@@ -87,7 +87,7 @@ def best_scale(exact: torch.Tensor, found: torch.Tensor) -> float:
 class CountSketch(Converter):
     wire_id = SKETCH
     stochastic = True
-    stores_tiny = True
+    selects = stores_tiny = True
 
     def __init__(self, ratio: float, rows: int, p: float, precision: str):
         self.ratio, self.rows, self.p, self.precision = ratio, rows, p, PRECISIONS[precision]

@@ -33,6 +33,7 @@ class Sparse(Converter):
     """The choice of entries; p is their share of a tensor, k (if given) their number, threshold (if given) |u|."""
 
     wire_id = SPARSE
+    selects = True
 
     def __init__(self, p: float = 0.01, k: int | None = None, positions: str = "auto", threshold: float | None = None):
         if not 0 < p < 1:

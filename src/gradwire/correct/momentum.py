@@ -57,10 +57,16 @@ class Velocity:
         self._pending[name] = velocity
         return gradient.add(velocity, alpha=factor.momentum) if factor.nesterov else velocity
 
-    def mask(self, name: str, sent: torch.Tensor) -> None:
+    def mask(self, name: str, sent: torch.Tensor, lo: int = 0) -> None:
+        """Entries from `lo` on that were sent start again from zero."""
         if name in self._pending:
-            velocity = self._pending[name]
-            self._pending[name] = velocity.masked_fill(sent.view_as(velocity).to(velocity.device), 0)
+            own = self._pending[name].view(-1)[lo : lo + sent.numel()]
+            own.masked_fill_(sent.view(-1).to(own.device), 0)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are this many times larger from now on: a loss scale changed."""
+        for velocity in self.memory.values():
+            velocity.mul_(factor)
 
     def commit(self) -> None:
         self.memory.update(self._pending)

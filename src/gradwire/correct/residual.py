@@ -22,18 +22,26 @@ class Residual:
     def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(memory to read, memory to write) of a parameter; the second counts only after `commit`."""
         if name not in self.memory:
-            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
+            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32)
         memory = self.memory[name]
         if memory.shape != gradient.shape:
             raise GradwireError(
                 f"error memory of {name!r} has shape {tuple(memory.shape)}, its gradient {tuple(gradient.shape)}"
             )
-        if memory.device != gradient.device:
-            memory = self.memory[name] = memory.to(gradient.device)
-        if name not in self._spare or self._spare[name].device != memory.device:
+        if name not in self._spare:
             self._spare[name] = torch.empty_like(memory)
         self._pending.add(name)
         return memory, self._spare[name]
+
+    def forget(self, name: str) -> torch.Tensor | None:
+        """The memory of a parameter, which has none from now on."""
+        self._spare.pop(name, None)
+        return self.memory.pop(name, None)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients, and so what is left of them, are this many times larger from now on: a loss scale changed."""
+        for memory in self.memory.values():
+            memory.mul_(factor)
 
     def commit(self) -> None:
         for name in self._pending:
@@ -44,12 +52,12 @@ class Residual:
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"memory": {name: e.detach().cpu().clone() for name, e in self.memory.items()}}
+        return {"memory": {name: e.clone() for name, e in self.memory.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         memory = state.get("memory")
         if not isinstance(memory, dict):
             raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
-        self.memory = {name: e.detach().float().clone() for name, e in memory.items()}
+        self.memory = {name: e.detach().to("cpu", torch.float32, copy=True) for name, e in memory.items()}
         self._spare.clear()
         self._pending.clear()

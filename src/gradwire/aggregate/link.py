@@ -1,0 +1,177 @@
+"""A process group, the collectives that frames travel by, and the bytes that this rank moved through them.
+
+Everything is started asynchronously and in the order of the calls; `wait` turns torch's errors into AggregateError.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import AggregateError
+
+# torch 2.13 renamed it and warns about the old name.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Link:
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        group = group or (dist.group.WORLD if dist.is_initialized() else None)
+        if group is None:
+            raise AggregateError("no process group: call torch.distributed.init_process_group first")
+        self.group: dist.ProcessGroup = group
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
+        # By this rank: copies to every peer, padding and lengths included.
+        self.bytes_sent = self.bytes_received = 0
+
+    @classmethod
+    def beside(cls, group: dist.ProcessGroup | None, seconds: float | None = None) -> Link:
+        """A group of our own with the same ranks, whose collectives cannot get between those of the training.
+
+        All ranks of the group have to call it. Peers are waited for as long as in the given group, or so many seconds.
+        """
+        given = cls(group)
+        timeout = datetime.timedelta(seconds=seconds) if seconds else timeout_of(given.group)
+        ranks = dist.get_process_group_ranks(given.group)
+        backend = dist.get_backend_config(given.group)
+        try:
+            return cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], like: Link) -> Link:
+        """A group of some of the ranks; all of the group call it, for the same groups in the same order."""
+        backend = dist.get_backend_config(like.group)
+        everyone = dist.get_process_group_ranks(like.group)
+        chosen = [everyone[rank] for rank in ranks]
+        try:
+            return cls(dist.new_group(chosen, timeout_of(like.group), backend, use_local_synchronization=True))
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    # ── collectives ──
+
+    def all_gather(self, block: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, dist.Work]:
+        """The blocks of all ranks, which are equally long, end to end; `into` may be longer."""
+        block = block.to(self.device)
+        size = self.world * len(block)
+        gathered = torch.empty(size, dtype=block.dtype, device=self.device) if into is None else into[:size]
+        self._count(block, self.world - 1, self.world - 1)
+        try:
+            work = _all_gather_tensor(gathered, block, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise lost(error) from error
+        assert work is not None
+        return gathered, work
+
+    def all_to_all(
+        self, blocks: torch.Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
+    ) -> tuple[torch.Tensor, dist.Work]:
+        """blocks: what goes to each rank, end to end; so is what comes back from each."""
+        blocks = blocks.to(self.device)
+        received = torch.empty(sum(sizes_in), dtype=blocks.dtype, device=self.device)
+        self.bytes_sent += (sum(sizes_out) - sizes_out[self.rank]) * blocks.element_size()
+        self.bytes_received += (sum(sizes_in) - sizes_in[self.rank]) * blocks.element_size()
+        try:
+            work = dist.all_to_all_single(received, blocks, list(sizes_in), list(sizes_out), self.group, async_op=True)
+        except RuntimeError as error:
+            raise lost(error) from error
+        assert work is not None
+        return received, work
+
+    def reduce_scatter(self, parts: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """The sum over all ranks of this rank's part; parts has one for each, equally long, end to end."""
+        own = torch.empty(len(parts) // self.world, dtype=parts.dtype, device=parts.device)
+        self._count(own, self.world - 1, self.world - 1)
+        try:
+            work = _reduce_scatter_tensor(own, parts, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise lost(error) from error
+        assert work is not None
+        return own, work
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        """The tensor becomes the sum over all ranks."""
+        self.count_all_reduce(tensor.nbytes)
+        try:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise lost(error) from error
+        assert work is not None
+        return work
+
+    def count_all_reduce(self, size: int) -> None:
+        moved = 2 * size * (self.world - 1) // self.world
+        self.bytes_sent += moved
+        self.bytes_received += moved
+
+    def send_and_receive(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+        """Blocks for some ranks and from some ranks, each of which knows of it."""
+        operations = [self._p2p(dist.irecv, block, rank) for rank, block in sorted(received.items())]
+        operations += [self._p2p(dist.isend, block, rank) for rank, block in sorted(sent.items())]
+        self.bytes_sent += sum(len(block) for block in sent.values())
+        self.bytes_received += sum(len(block) for block in received.values())
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    def _p2p(self, operation: Callable[..., Any], block: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(operation, block, group=self.group, group_peer=rank)
+
+    def gather_short(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, which are all equally long."""
+        gathered, work = self.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        self.wait(work)
+        return [bytes(m.numpy()) for m in gathered.cpu().view(self.world, len(message))]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """All ranks get rank 0's tensor."""
+        sent = tensor.detach().to(self.device, memory_format=torch.contiguous_format)
+        try:
+            dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
+        except RuntimeError as error:
+            raise lost(error) from error
+        self._count(sent, children(self.rank, self.world), int(self.rank > 0))
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)
+
+    def wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    def _count(self, block: torch.Tensor, sent: int, received: int) -> None:
+        size = block.numel() * block.element_size()
+        self.bytes_sent += sent * size
+        self.bytes_received += received * size
+
+
+def only_on_gpus(group: dist.ProcessGroup) -> bool:
+    """Whether it takes no tensors on the CPU; by default torch makes groups that take both."""
+    backend = dist.get_backend_config(group)
+    return "nccl" in backend and "cpu:" not in backend.replace("cpu:nccl", "")
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    device = torch.device("cuda" if only_on_gpus(group) else "cpu")
+    return group._get_backend(device).options._timeout
+
+
+def children(rank: int, world: int) -> int:
+    """To how many ranks this one passes a broadcast on: Gloo's binomial tree, in which r has its bits above it."""
+    lowest = rank & -rank or world
+    return sum(1 for i in range(world.bit_length()) if 1 << i < lowest and rank + (1 << i) < world)
+
+
+def lost(error: RuntimeError) -> AggregateError:
+    return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")

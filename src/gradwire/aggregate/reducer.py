@@ -1,0 +1,322 @@
+"""The mean of gradients in every step, exchanged beside the backward pass: what DDP and DataParallel share.
+
+`submit` hands over tensors as soon as they are there, `finish_step` waits until all of them are means. In between a
+thread (`wire_thread.py`) takes them, a chunk at a time, through one of these exchanges.
+
+All-reduce:      plain, without frames; what is left in error memories is sent along.
+All-gather:      1. encode; 2. all-gather; 3. decode and average all ranks' frames.
+Scatter-reduce:  1. encode a shard for each rank; 2. all-to-all; 3. decode and average the own shard in fp32, encode the
+                 mean with an error memory of its own; 4. all-gather; 5. decode all shards, the own one too.
+Hierarchical:    1. reduce-scatter in fp32 among the ranks of a host; 2. all-gather or scatter-reduce of the own shard
+                 among the hosts; 3. all-gather in fp32 on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import FrameError
+from . import presence
+from .all_gather import AllGather
+from .all_to_all import AllToAll
+from .link import Link
+from .mean import Mean, unusable
+from .message import Subject
+from .pieces import Named, Part, Piece, fingerprint, messages, own_recipe, owners, shards
+from .shard_memory import ShardMemory
+from .staging import Staging
+from .wire_thread import Job, Pause, WireThread
+
+ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
+
+
+class Reducer:
+    """`link` joins all ranks that average; with a `host`, the link among those of one, it joins one rank of each."""
+
+    def __init__(self, mean: Mean, link: Link, aggregate: str = ALL_GATHER, host: Link | None = None):
+        self.mean, self.link, self.aggregate, self.host = mean, link, aggregate, host
+        mean.rank, mean.world = link.rank, link.world
+        self.wait_s = 0.0  # that the training stood still for the exchange
+        self.shards = ShardMemory()
+        self._all_gather, self._all_to_all = AllGather(link), AllToAll(link)
+        self._thread = WireThread()
+        self._staging = Staging()
+        self._touched: set[str] = set()  # tensors that any rank sent in this step
+        self._missing: set[str] = set()
+        self._flushed: set[str] = set()  # tensors whose memories are on their way, whole
+        self.messages = 0  # sent since the last `use`
+        self._owners = owners(mean.sizes, link.world)
+        self._host_owners = owners(mean.sizes, host.world) if host else {}
+        self.scale: Callable[[], float] | None = None  # of the loss
+
+    # ── in the training's thread ──
+
+    @property
+    def world(self) -> int:
+        return self.link.world * (self.host.world if self.host else 1)
+
+    def submit(self, key: Hashable, tensors: Named, missing: Collection[str] = ()) -> None:
+        """Average the tensors, in place. Those that are `missing` have no gradient on this rank, and are zero."""
+        ready = self._staging.submitted(tensors)
+        self._missing.update(missing)
+        for i, parts in enumerate(messages([(n, t) for n, t in tensors if t.numel()], self.mean.recipes)):
+            self._thread.submit(functools.partial(self._job, (key, i), parts, ready))
+            self.messages += 1
+
+    def finish_step(self) -> set[str]:
+        """Wait for all tensors of the step. Memories are committed, or rolled back. Which tensors any rank sent."""
+        start = time.perf_counter()
+        self._thread.submit(self._last_job)
+        try:
+            self._thread.drain()
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.wait_s += time.perf_counter() - start
+        touched, self._touched = self._touched, set()
+        return touched
+
+    def abandon_step(self) -> None:
+        self.mean.abandon_step()
+        self.shards.memory.rollback()
+        self._start_anew()
+
+    def use(self, aggregate: str) -> None:
+        """From the next step on; or another recipe is used, whose messages have other lengths."""
+        self.aggregate, self.messages = aggregate, 0
+        self._all_gather, self._all_to_all = AllGather(self.link), AllToAll(self.link)
+
+    def close(self) -> None:
+        self._thread.close()
+
+    # ── in the wire thread ──
+
+    def _job(self, key: Hashable, parts: list[Part], ready: torch.cuda.Event | None) -> Job:
+        if self.scale is not None:
+            self._rescale(self.scale())
+        parts = self._staging.staged(parts, ready)
+        if self.host is not None:
+            return self._hierarchical(self.host, key, parts)
+        return self._among_all(key, parts)
+
+    def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Job:
+        ways = {ALL_GATHER: self._gather, SCATTER_REDUCE: self._scatter, ALL_REDUCE: self._reduce}
+        return ways[self.aggregate](key, parts, last)
+
+    def _rescale(self, scale: float) -> None:
+        """Memories are of gradients with this scale from now on; exact for the powers of two that a GradScaler has."""
+        if scale != self.mean.scale:
+            self.shards.memory.rescale(scale / self.mean.scale)
+            self.mean.rescale(scale)
+
+    def _last_job(self) -> Job:
+        """All others are done when this one goes on."""
+        yield Pause(lambda: False)
+        mean = self.mean
+        for name, tensor in self._staging.tensors.items():
+            masked = own_recipe(name, tensor.numel(), mean.recipes).mask  # has had its momentum before the exchange
+            if name in mean.factors and not masked and name not in self._missing - self._touched:
+                tensor.copy_(mean.accelerated(name, tensor))
+        self._staging.put_back()
+        self.shards.end_step(mean.finite)
+        finite = mean.finite
+        mean.end_step()
+        for name in self._flushed if finite else ():
+            mean.residual.forget(name)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._staging.clear()
+        self._missing = set()
+        self._flushed = set()
+
+    def _reduce(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+        flat = torch.cat([as_it_is(part).reshape(-1) for part in parts]) if len(parts) > 1 else as_it_is(parts[0])
+        values = flat.view(-1).split([part.size for part in parts])
+        for part, own in zip(parts, values, strict=True):
+            if part.name in self.mean.residual.memory:
+                before, after = self.mean.residual.buffers(part.name, part.tensor)
+                own.add_(part.of(before).view(-1))
+                part.of(after).zero_()
+                self._flushed.add(part.name)
+        moved = flat.to(self.link.device)
+        self.mean.frame_bytes += moved.nbytes
+        work = self.link.all_reduce(moved)
+        yield Pause(work.is_completed if last else None)
+        self.link.wait(work)
+        flat.copy_(moved) if moved is not flat else None
+        flat.mul_(1 / self.link.world)
+        for part, own in zip(parts, values, strict=True):
+            if len(parts) > 1:
+                as_it_is(part).copy_(own.view(as_it_is(part).shape))
+            if part.name not in self._missing or bool(own.any()):
+                self._touched.add(part.name)
+        if self._flushed:
+            self.mean.finite &= bool(flat.isfinite().all())
+
+    def _gather(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+        pieces = self.mean.divide(parts)
+        subject = Subject(self.mean.steps, fingerprint(pieces))
+        block, length = self._encode(key, pieces)
+        ticket = self._all_gather.start(key, subject, block, length)
+        yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
+        self._average(list(enumerate(self._all_gather.finish(ticket))), pieces)
+
+    def _scatter(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+        owned = [self.mean.divide(shard) for shard in shards(parts, self.link.world, self._owners)]
+        subject = Subject(self.mean.steps, fingerprint([piece for pieces in owned for piece in pieces]))
+        encoded = [self._encode((key, rank), pieces) for rank, pieces in enumerate(owned)]
+        exchange = self._all_to_all.start(key, subject, [b for b, _ in encoded], [n for _, n in encoded])
+        yield Pause(None)
+        own = [self.shards.apart(piece) for piece in owned[self.link.rank]]
+        sent = self._average(list(enumerate(self._all_to_all.finish(exchange))), own)
+        given = only(own, sent)
+        block, length = self.mean.encode((key, "sum"), given, presence.pack(sent), as_it_is, self.shards.memory, "sum:")
+        ticket = self._all_gather.start(key, subject, block, length)
+        yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
+        for rank, message in enumerate(self._all_gather.finish(ticket)):
+            self._average([(rank, message)], owned[rank])
+
+    def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Job:
+        cuts = shards(parts, host.world, self._host_owners)
+        own = cuts[host.rank]
+        longest = max(sum(part.size for part in cut) for cut in cuts)
+        flat = torch.zeros(host.world, longest + 1)  # the last entry of each: whether something was not finite
+        for row, cut in zip(flat, cuts, strict=True):
+            _lay_out(row, cut)
+        summed, work = host.reduce_scatter(flat.view(-1).to(host.device))
+        yield Pause(None)
+        host.wait(work)
+        self._missing.clear()  # it may have a gradient on another rank of the host
+        _take(summed.cpu() / host.world, own)
+        yield from self._among_all(key, own, last=False)
+        row = torch.zeros(longest + 1)
+        _lay_out(row, own)
+        row[-1] = 0 if self.mean.finite else 1
+        gathered, work = host.all_gather(row)
+        yield Pause(work.is_completed)
+        host.wait(work)
+        for arrived, cut in zip(gathered.cpu().view(host.world, longest + 1), cuts, strict=True):
+            _take(arrived, cut)
+            self.mean.finite &= not arrived[-1]
+        self._touched.update(part.name for part in parts)
+
+    # ── tensors that are not there ──
+
+    def _encode(self, key: Hashable, pieces: Sequence[Piece]) -> tuple[torch.Tensor, int]:
+        """The pieces without the tensors that have no gradient."""
+        present = [self._present(part) for piece in pieces for part in piece.parts]
+        return self.mean.encode(key, only(pieces, present), presence.pack(present))
+
+    def _present(self, part: Part) -> bool:
+        if part.name in self._missing:
+            return False
+        if part.name in self.mean.factors or not presence.is_zero(part.of(part.tensor)):
+            return True
+        if not part.whole and part.name in self.mean.residual.memory:  # other parts of it may be there
+            before, after = self.mean.residual.buffers(part.name, part.tensor)
+            part.of(after).copy_(part.of(before))
+        return False
+
+    def _average(self, arrived: Sequence[tuple[int, np.ndarray]], pieces: Sequence[Piece]) -> list[bool]:
+        """The pieces become the mean of the messages; which parts were in any of them."""
+        parts = [part for piece in pieces for part in piece.parts]
+        opened = []
+        for rank, message in arrived:
+            try:
+                opened.append((rank, *presence.unpack(message, len(parts))))
+            except FrameError as error:
+                raise unusable(rank, error) from error
+        if all(all(present) for _, present, _ in opened):
+            sent = [True] * len(parts)
+            self.mean.average(pieces, [(rank, frames) for rank, _, frames in opened])
+        else:
+            sent = np.any([present for _, present, _ in opened], axis=0).tolist()
+            for part in parts:
+                part.of(part.tensor).zero_()
+            for rank, present, frames in opened:
+                given = [_like(piece) for piece in only(pieces, present)]
+                self.mean.average(given, [(rank, frames)])
+                where = [part for part, here in zip(parts, present, strict=True) if here]
+                for part, own in zip(where, (p for piece in given for p in piece.parts), strict=True):
+                    part.of(part.tensor).add_(own.tensor.view(part.of(part.tensor).shape), alpha=1 / len(arrived))
+        self._touched.update(part.name for part, here in zip(parts, sent, strict=True) if here)
+        return sent
+
+    # ── what is kept ──
+
+    def stats(self) -> dict[str, float]:
+        own = {
+            **self.mean.stats(),
+            "wire_bytes_sent": self.link.bytes_sent,
+            "wire_bytes_received": self.link.bytes_received,
+            "wait_s": self.wait_s,
+        }
+        if self.host is not None:
+            own |= {"host_bytes_sent": self.host.bytes_sent, "host_bytes_received": self.host.bytes_received}
+        return own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Memories of this rank, so that the mean over all ranks is what has not reached the parameters yet."""
+        state = self.mean.state_dict()
+        on_host = self.host.world if self.host else 1
+        if on_host > 1:  # each of them remembers for its own shard, on behalf of all
+            state["memory"] = {name: e * on_host for name, e in state["memory"].items()}
+        memory = self.shards.state_dict(self.mean.scale)
+        return {**state, **({"shards": memory} if memory else {})}
+
+    def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
+        on_host = self.host.world if self.host else 1
+        if on_host > 1 and isinstance(state.get("memory"), dict):
+            state = {**state, "memory": {name: e / on_host for name, e in state["memory"].items()}}
+        self.mean.load_state_dict(state, names)
+        shards_of = state.get("shards", {})
+        if self.aggregate == SCATTER_REDUCE:
+            self.shards.load_state_dict(shards_of)
+        else:  # the rank sends for itself what it had to send for all
+            for name, memory in shards_of.items():
+                self.mean.residual.memory[name].add_(memory, alpha=self.link.world)
+
+
+def only(pieces: Sequence[Piece], present: Sequence[bool]) -> list[Piece]:
+    """Without the parts that are not there."""
+    if all(present):
+        return list(pieces)
+    flags = iter(present)
+    given = []
+    for piece in pieces:
+        parts = [part for part, here in zip(piece.parts, flags, strict=False) if here]
+        if parts:
+            given.append(Piece(piece.recipe, piece.codec, parts))
+    return given
+
+
+def as_it_is(part: Part) -> torch.Tensor:
+    return part.of(part.tensor)
+
+
+def _like(piece: Piece) -> Piece:
+    """The same parts as tensors of their own."""
+    own = [Part(p.name, torch.empty(p.size, dtype=p.tensor.dtype), 0, p.size) for p in piece.parts]
+    return Piece(piece.recipe, piece.codec, own)
+
+
+def _lay_out(row: torch.Tensor, parts: list[Part]) -> None:
+    at = 0
+    for part in parts:
+        row[at : at + part.size] = part.of(part.tensor).view(-1)
+        at += part.size
+
+
+def _take(row: torch.Tensor, parts: list[Part]) -> None:
+    at = 0
+    for part in parts:
+        own = part.of(part.tensor)
+        own.copy_(row[at : at + part.size].view(own.shape))
+        at += part.size

@@ -1,0 +1,213 @@
+"""DataParallel: the fast path, in place of DistributedDataParallel.
+
+    model = gradwire.DataParallel(model, "co3")       # then train as ever; model.gradwire.stats()
+
+1. Rank 0's parameters and buffers are broadcast once.
+2. A hook on every parameter tells when its gradient is accumulated. Small ones wait for their neighbours; then the
+   exchange begins, in a thread, in place on `p.grad`: there are no buckets and no copies to and from them.
+3. When the backward pass is over, a callback of the autograd engine hands over what has no gradient on this rank, and
+   waits until all gradients are means.
+
+All ranks must begin exchanges in the same order, so parameters are handed over in that of rank 0's first backward pass,
+whatever happens first in a later one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from .aggregate.link import Link
+from .aggregate.pieces import Spec
+from .errors import GradwireError
+from .gradients import Gradients, Handle, Options, Scaler
+
+TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
+BROADCAST = 2**24  # bytes at a time
+
+
+class DataParallel(nn.Module):
+    """A model whose gradients are averaged over all ranks, compressed. `spec` and the options are those of
+    `gradwire.ddp.attach`; `model.gradwire` is its handle, and `model.module` the model itself.
+
+    Parameters and buffers are rank 0's at first. Later each rank has buffers of its own, such as the statistics of
+    batch normalization.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: Spec = "co3",
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        grad_scaler: Scaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        aggregate: str = "auto",
+        timeout: float | None = None,
+    ):
+        super().__init__()
+        _check(module)
+        self.module = module
+        options = Options(optimizer, grad_scaler, aggregate, timeout)
+        self.gradwire = Handle(Gradients(spec, module.named_parameters(), process_group, options))
+        self._gradients.connect()
+        _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._sync = True
+        self._rearranged = False
+        self._arrange(list(reversed(self._trained)))
+        for name, parameter in self._trained.items():
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, name))
+
+    @property
+    def _gradients(self) -> Gradients:
+        return self.gradwire.gradients
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.module(*inputs, **options)
+        if self._running and torch._C._current_graph_task_id() == -1:
+            self._abandon()  # the last backward pass ended with an error
+        outputs = self.module(*inputs, **options)
+        if self._sync and torch.is_grad_enabled():
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are accumulated on each rank, and averaged by the first backward pass after the block."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # ── one backward pass ──
+
+    def _arrange(self, names: list[str]) -> None:
+        """Who travels with whom, in this order."""
+        self._units: list[list[str]] = []
+        entries = TOGETHER
+        for name in names:
+            if entries >= TOGETHER:
+                self._units.append([])
+                entries = 0
+            self._units[-1].append(name)
+            entries += self._trained[name].numel()
+        self._unit_of = {name: i for i, unit in enumerate(self._units) for name in unit}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._arrived: dict[str, None] = {}  # in the order of this backward pass
+        self._left = [len(unit) for unit in self._units]
+        self._submitted = 0
+        self._missing: dict[str, torch.Tensor] = {}  # where others' gradients go, if there are any
+        self._running = False
+
+    def _begin(self, *_: object) -> None:
+        """The outputs get their gradients first, and in the outermost backward pass: at its end we are called."""
+        if self._sync and not self._running:
+            self._running = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _accumulated(self, name: str, _: torch.Tensor) -> None:
+        if not self._sync:
+            return
+        self._begin()
+        if name in self._arrived:
+            raise GradwireError(
+                f"the gradient of {name!r} came twice in one backward pass, and may be under way: "
+                f"checkpoint with use_reentrant=False"
+            )
+        self._arrived[name] = None
+        self._left[self._unit_of[name]] -= 1
+        while self._submitted < len(self._units) and not self._left[self._submitted]:
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        named = []
+        for name in self._units[self._submitted]:
+            parameter = self._trained[name]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = self._missing[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            elif gradient.layout != torch.strided:
+                raise GradwireError(f"{name!r} has a sparse gradient: build the embedding with sparse=False")
+            named.append((name, gradient))
+        self._gradients.submit((self._rearranged, self._submitted), named, [n for n, _ in named if n in self._missing])
+        self._submitted += 1
+
+    def _finish(self) -> None:
+        """The backward pass is over."""
+        if not self._arrived:  # nothing was asked of the parameters, as by torch.autograd.grad
+            self._reset()
+            return
+        try:
+            while self._submitted < len(self._units):
+                self._submit_next()
+            touched = self._gradients.finish_step()
+        except BaseException:
+            self._abandon()
+            raise
+        for name in touched & set(self._missing):
+            self._trained[name].grad = self._missing[name]
+        if self._rearranged:
+            self._reset()
+        else:
+            self._rearranged = True
+            self._arrange(self._order_of_rank_0())
+
+    def _order_of_rank_0(self) -> list[str]:
+        known = list(self._trained)
+        order = [*self._arrived, *(name for name in reversed(known) if name not in self._arrived)]
+        numbers = torch.tensor([known.index(name) for name in order])
+        self._gradients.link.broadcast(numbers)
+        return [known[i] for i in numbers.tolist()]
+
+    def _abandon(self) -> None:
+        self._gradients.abandon_step()
+        self._reset()
+
+    def __getstate__(self) -> None:
+        raise GradwireError("a gradwire.DataParallel cannot be copied or pickled: take model.module")
+
+
+def _check(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise GradwireError(f"model must be a torch.nn.Module, got {type(module).__name__}")
+    if any(isinstance(m, DistributedDataParallel | DataParallel) for m in module.modules()):
+        raise GradwireError("DataParallel takes the place of DistributedDataParallel: pass the model itself")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise GradwireError("the model has no parameter that is trained (requires_grad)")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta or nn.parameter.is_lazy(tensor):
+            raise GradwireError(f"{name!r} has no values yet: give them to the model first (lazy modules: one forward)")
+
+
+@torch.no_grad()
+def _broadcast(link: Link, tensors: list[torch.Tensor]) -> None:
+    """All ranks get rank 0's, many small ones at a time."""
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in alike.values():
+        together: list[torch.Tensor] = []
+        for i, tensor in enumerate(group):
+            together.append(tensor)
+            if i + 1 == len(group) or sum(t.nbytes for t in together) >= BROADCAST:
+                flat = torch.cat([t.reshape(-1) for t in together])
+                link.broadcast(flat)
+                for t, values in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                    t.copy_(values.view(t.shape))
+                together = []

@@ -1,0 +1,345 @@
+"""The mean gradient of a model in every step: what a hook of DDP and DataParallel have in common.
+
+It knows the parameters by name, takes over the momentum of the optimizer where a recipe asks for that, follows the
+loss scale, and keeps figures and memories. The first gradient (or `connect`) makes a process group of its own with the
+same ranks, so that nothing of the training comes between its collectives, and compares notes with the other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import weakref
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .aggregate import auto
+from .aggregate.auto import Auto
+from .aggregate.cost import Load, Speed, all_reduce_s
+from .aggregate.link import Link
+from .aggregate.mean import Mean
+from .aggregate.pieces import Spec, parse_spec
+from .aggregate.reducer import ALL_GATHER, ALL_REDUCE, SCATTER_REDUCE, Reducer
+from .correct.momentum import Takeover
+from .errors import SpecError, unknown_name
+from .monitor import Error, Monitor, nmse
+from .recipe import Recipe
+
+STEPS_TO_LEARN = 2  # from which the cost model takes its figures
+AGGREGATIONS = ("auto", ALL_GATHER, SCATTER_REDUCE, "hierarchical")
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Scaler(Protocol):
+    """What is asked of a torch.amp.GradScaler."""
+
+    def get_scale(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are averaged, beside the recipe."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    grad_scaler: Scaler | None = None
+    aggregate: str = "auto"
+    timeout: float | None = None  # seconds
+
+    def __post_init__(self) -> None:
+        if self.aggregate not in AGGREGATIONS:
+            raise unknown_name("aggregation", self.aggregate, AGGREGATIONS)
+        if self.timeout is not None and not self.timeout > 0:
+            raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout}")
+
+
+class Gradients:
+    def __init__(self, spec: Spec, parameters: Named | None, group: dist.ProcessGroup | None, options: Options):
+        target = auto.parse(spec) if isinstance(spec, str) else None
+        self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target)
+        self.mean = Mean(spec if self.auto is None else self.auto.spec)
+        self.options = options
+        self.monitor: Monitor | None = None
+        self._speed: Speed | None = None
+        self._since: dict[str, float] = {}  # figures when the recipe was last changed
+        self._ended = 0.0  # when the last step did
+        self._errors: dict[str, Error] = {}  # of the last step in which they were measured
+        self.dense_bytes = 0
+        self._group = group
+        self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
+        self._names: dict[int, str] = {}
+        self._link: Link | None = None
+        self._reducer: Reducer | None = None
+        self._takeover: Takeover | None = None
+        for chosen in self.mean.recipes.values():
+            _check_for_every_step(chosen, parameters is not None)
+        if parameters is not None:
+            named = list(parameters)
+            for name, parameter in named:
+                self._names[id(parameter)] = name
+                self.mean.recipe_of(name)
+            self.mean.know_model([(name, p) for name, p in named if p.requires_grad])
+        self._masks = any(chosen.mask for chosen in self.mean.recipes.values())
+        if self._masks:
+            _check_for_momentum(options.optimizer, self._names)
+            self.open()
+
+    @property
+    def steps(self) -> int:
+        return self.mean.steps
+
+    @property
+    def reducer(self) -> Reducer:
+        if self._reducer is None:
+            self._reducer = self._connected()
+            weakref.finalize(self, self._reducer.close)
+        return self._reducer
+
+    @property
+    def link(self) -> Link:
+        """Among all ranks."""
+        self.connect()
+        assert self._link is not None
+        return self._link
+
+    @property
+    def given_group(self) -> dist.ProcessGroup:
+        """That of the training."""
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return group
+
+    def connect(self) -> None:
+        """All ranks call it, or take their first step."""
+        _ = self.reducer
+
+    def _connected(self) -> Reducer:
+        self._link = link = Link.beside(self._group, self.options.timeout)
+        host = None
+        aggregate = self.options.aggregate
+        if aggregate == "hierarchical":
+            host, link = _by_host(link)
+        aggregate_is_open = aggregate in ("auto", "hierarchical")
+        if aggregate_is_open:
+            aggregate = ALL_GATHER
+        reducer = Reducer(self.mean, link, aggregate, host)
+        if self.options.grad_scaler is not None:
+            reducer.scale = self.options.grad_scaler.get_scale
+        if self.auto is not None or (aggregate_is_open and link.world > 2):
+            self._speed = Speed.measure(self._link)
+        return reducer
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return self._names.setdefault(id(parameter), f"parameter{len(self._names)}")
+
+    # ── one step ──
+
+    def submit(self, key: Hashable, tensors: list[tuple[str, torch.Tensor]], missing: Collection[str] = ()) -> None:
+        """Have the tensors averaged, in place; they are not to be touched before the step is finished."""
+        if self._takeover is not None:
+            self.mean.factors = self._by_name(self._takeover.factors())
+        self.dense_bytes += sum(4 * tensor.numel() for _, tensor in tensors)
+        if self.mean.measured is None:
+            self._measure_if_due()
+        self.reducer.submit(key, tensors, missing)
+
+    def finish_step(self) -> set[str]:
+        """Wait until all tensors are means; the names of those that any rank has sent."""
+        touched = self.reducer.finish_step()
+        self.step_done()
+        return touched
+
+    # ── what is learned from it ──
+
+    def _measure_if_due(self) -> None:
+        if self.auto is not None and self.auto.measuring:
+            self.mean.rivals = {s: (parse_spec(s), Error()) for s in auto.CANDIDATES if s != auto.EXACT}
+        if self.mean.rivals or (self.monitor is not None and self.monitor.due(self.steps + 1)):
+            self.mean.measured = {}
+
+    def step_done(self) -> None:
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        measured, self.mean.measured = self.mean.measured, None
+        if measured is not None:
+            self._errors = measured
+        if self.monitor is not None and self.monitor.due(self.steps):
+            self.monitor.write(self.steps, self.stats(), self._errors)
+        if self.options.aggregate in ("auto", "hierarchical") and self.exchanges == STEPS_TO_LEARN:
+            self._choose_aggregate()
+        if self.auto is not None and seconds < now:  # not the first, before which there was none
+            before = self.auto.spec
+            self.auto.step_done(seconds, {spec: nmse([error]) for spec, (_, error) in self.mean.rivals.items()})
+            self.mean.rivals = {}
+            if self.auto.spec != before:
+                self._use(self.auto.spec)
+
+    @property
+    def plain(self) -> bool:
+        """Whether `auto` has found, or is trying, that nothing beats all-reduce."""
+        return self.auto is not None and self.auto.spec == auto.EXACT and self._reducer is not None
+
+    def count_plain(self, size: int) -> None:
+        """Bytes that were all-reduced by others."""
+        self.dense_bytes += size
+        self.mean.frame_bytes += size
+        self.link.count_all_reduce(size)
+
+    @property
+    def exchanges(self) -> int:
+        """Steps since the recipe was last changed."""
+        return self.steps - int(self._since.get("steps", self._steps_before))
+
+    def _use(self, spec: str) -> None:
+        if spec != auto.EXACT:
+            self.mean.use(spec)
+        self.reducer.use(ALL_REDUCE if spec == auto.EXACT else ALL_GATHER)
+        self._since = {"steps": self.steps, **self.mean.stats()}
+
+    def _choose_aggregate(self) -> None:
+        """By the cost model, from what the first steps took on the slowest rank."""
+        reducer, world = self.reducer, self.reducer.link.world
+        if self._speed is None or world <= 2 or reducer.aggregate != ALL_GATHER:
+            return
+        since = {key: value - self._since.get(key, 0) for key, value in self.mean.stats().items()}
+        own = [since["frame_bytes"], reducer.messages, since["encode_s"], since["decode_s"] / world]
+        most = self._largest([value / self.exchanges for value in own])
+        load = Load(*most)
+        if load.scatter_reduce_s(self._speed, world) < load.all_gather_s(self._speed, world):
+            reducer.use(SCATTER_REDUCE)
+
+    def _largest(self, values: list[float]) -> list[float]:
+        """Of all ranks, one by one."""
+        packed = struct.Struct(f"<{len(values)}d")
+        everyone = [packed.unpack(other) for other in self.link.gather_short(packed.pack(*values))]
+        return [max(column) for column in zip(*everyone, strict=True)]
+
+    def _exact_seconds(self) -> float:
+        assert self._speed is not None
+        return all_reduce_s(self.mean.total, self._speed, self.reducer.world)
+
+    def abandon_step(self) -> None:
+        if self._reducer is not None:
+            self._reducer.abandon_step()
+
+    # ── what users see ──
+
+    def stats(self) -> dict[str, float]:
+        """Totals of this rank since it was attached (or loaded); `ratio` is fp32 over frames."""
+        if self._reducer is not None:
+            own = self._reducer.stats()
+            if self._link is not None and self._link is not self._reducer.link:  # it joins only one rank of each host
+                own["wire_bytes_sent"] += self._link.bytes_sent
+                own["wire_bytes_received"] += self._link.bytes_received
+        else:
+            own = {**self.mean.stats(), "wire_bytes_sent": 0, "wire_bytes_received": 0, "wait_s": 0.0}
+        return {
+            "steps": self.steps - self._steps_before,
+            **own,
+            "dense_bytes": self.dense_bytes,
+            "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
+            **({"nmse": nmse(self._errors.values())} if self._errors else {}),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's error memory, by parameter name."""
+        return self._reducer.state_dict() if self._reducer is not None else self.mean.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reducer.load_state_dict(state, set(self._names.values()))
+        self._steps_before = self.steps
+
+    def open(self) -> None:
+        """Take over the optimizer's momentum, where a recipe masks it."""
+        if self._masks and self._takeover is None:
+            assert self.options.optimizer is not None
+            self._takeover = Takeover(self.options.optimizer)
+            self.mean.velocity.memory.update(self._by_name(self._takeover.take_buffers()))
+
+    def close(self) -> None:
+        """The optimizer has its momentum again, from zero on."""
+        if self._takeover is not None:
+            self._takeover.release()
+            self._takeover = None
+            self.mean.factors = {}
+
+    def _by_name(self, by_id: dict[int, Any]) -> dict[str, Any]:
+        return {self._names[i]: value for i, value in by_id.items()}
+
+
+class Handle:
+    """What the user has in hand while gradients are averaged."""
+
+    def __init__(self, gradients: Gradients):
+        self.gradients = gradients
+
+    @property
+    def recipe(self) -> str:
+        """What is in use: the spec, of one name or by patterns; with `auto`, its choice, or "exact" for all-reduce."""
+        if self.gradients.auto is not None:
+            return self.gradients.auto.spec
+        recipes = self.gradients.mean.recipes
+        return str(recipes["*"]) if list(recipes) == ["*"] else str({p: str(r) for p, r in recipes.items()})
+
+    @property
+    def aggregate(self) -> str:
+        """How frames meet."""
+        return self.gradients.reducer.aggregate
+
+    def log_to(self, to: Any, every: int = 100, layers: bool = False) -> None:
+        """Write figures every so many steps, to a TensorBoard SummaryWriter or a function of (figures, step).
+
+        They are bytes and seconds a step, the ratio, and the relative squared error (nmse) of the last step, which
+        takes a little time to measure; with `layers`, also error and bytes of each parameter.
+        """
+        self.gradients.monitor = Monitor(to, every, layers)
+
+    def stats(self) -> dict[str, float]:
+        return self.gradients.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.gradients.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.gradients.load_state_dict(state)
+
+
+def _by_host(link: Link) -> tuple[Link, Link]:
+    """(ranks of this host, one rank of each host): hosts have equally many, numbered in turn, as by torchrun."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not per_host or link.world % per_host:
+        raise SpecError(
+            f"aggregate='hierarchical' needs equally many ranks on every host, and LOCAL_WORLD_SIZE to say how many "
+            f"(torchrun sets it); here it is {per_host or 'not set'}, with {link.world} ranks in all"
+        )
+    first = link.rank - link.rank % per_host
+    host = Link.among(range(first, first + per_host), link)
+    return host, Link.among(range(link.rank % per_host, link.world, per_host), link)
+
+
+def _check_for_every_step(chosen: Recipe, model_is_known: bool) -> None:
+    if chosen.delayed:
+        raise SpecError(f"{chosen.name} {chosen.delayed}: use gradwire.LocalSGD, not a hook of DDP")
+    if chosen.clip and not model_is_known:
+        raise SpecError(f"{chosen.name} clips by the whole model's norm, so it needs the model: State(spec, model)")
+    if chosen.power != 1 and not model_is_known:
+        raise SpecError(f"{chosen.name} shares the whole model's budget, so it needs the model: State(spec, model)")
+
+
+def _check_for_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> None:
+    if optimizer is None:
+        raise SpecError(
+            "this recipe masks momentum where it sends, and a hook cannot see the optimizer: pass optimizer= to "
+            "attach, use gradwire.LocalSGD, or switch it off in the spec (mask=off)"
+        )
+    if not names:
+        raise SpecError("a recipe that masks momentum needs the model too: State(spec, model, optimizer=…)")
+    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(names):
+        raise SpecError(
+            "the optimizer also holds parameters of another model, whose momentum would be lost: "
+            "give this model an optimizer of its own"
+        )
