@@ -58,6 +58,7 @@ def launch(work: Callable[[int, Path], object], folder: Path, seconds: float) ->
 def _run(work: Callable[[int, Path], object], rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: scenarios collect their garbage, and need not look through all of torch
     try:
         result = work(rank, folder)
     except BaseException:

@@ -1,10 +1,10 @@
 """What PyTorch expects of DDP with any hook: the same training as without one, where the codec loses nothing.
 
 Every case trains a model twice, with plain DDP and with gradwire under the codec `none`, and compares gradients
-(whether there are any, too) and parameters: two ranks bit for bit, since a sum of two has only one order; three ranks
-to rounding. The list of cases is that of PyTorch's own tests of hooks, and of what users do to their models.
+(whether there are any, too) and parameters: two ranks bit for bit, since a sum of two has only one order; some on
+three ranks, to rounding. The cases are those of PyTorch's own tests of hooks, and what users do to their models.
 
-All cases run in one launch of three ranks; two of them are a process group of their own.
+All run in one launch of three ranks, of which two are a process group of their own.
 """
 
 from __future__ import annotations
@@ -86,10 +86,12 @@ class Run:
             self.look(model)
 
 
-def rounding(expected: Tensors, world: int) -> float:
+def rounding(expected: Tensors, wrapper: Wrapper, world: int) -> float:
     """How far trainings may part, relative to the largest entry of a tensor: two ranks not at all, three by some
-    roundings of the coarsest dtype, which reach all layers."""
-    return 0.0 if world == 2 else 32 * max(torch.finfo(t.dtype).eps for t in expected.values())
+    roundings of the coarsest dtype, which reach all layers. Scatter-reduce adds halves of fp16 entries in fp32."""
+    coarsest = max(torch.finfo(t.dtype).eps for t in expected.values())
+    exact = world == 2 and not (wrapper is scattered and coarsest > torch.finfo(torch.float32).eps)
+    return 0.0 if exact else 32 * coarsest
 
 
 def check_same_training(case: Case, wrapper: Wrapper, group: dist.ProcessGroup) -> None:
@@ -107,7 +109,9 @@ def check_same_training(case: Case, wrapper: Wrapper, group: dist.ProcessGroup) 
             assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), where
             if value.numel():
                 gap = (found[name].double() - value.double()).abs().max()
-                assert gap <= rounding(expected, dist.get_world_size(group)) * value.double().abs().max(), where
+                assert gap <= rounding(expected, wrapper, dist.get_world_size(group)) * value.double().abs().max(), (
+                    where
+                )
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────
@@ -501,7 +505,7 @@ def many_tiny_parameters(run: Run) -> None:
     class Tiny(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ParameterList(nn.Parameter(torch.full((i % 4 + 1,), 0.1 * i)) for i in range(300))
+            self.parts = nn.ParameterList(nn.Parameter(torch.full((i % 4 + 1,), 0.1 * i)) for i in range(150))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.stack([p.sum() * x[:, i % 12].mean() for i, p in enumerate(self.parts)])
@@ -569,14 +573,25 @@ def compiled_around(run: Run) -> None:
     run.train(torch.compile(run.wrap(Layers(2), **COMPILED), backend="aot_eager"), steps=3)
 
 
+# Where it matters into which shards parameters fall; and of those, and of some more, how many ranks there are.
+SHARDED = {
+    "usual", "unused", "two_models_interleaved", "shared_parameter", "float16", "mixed_dtypes", "odd_shapes",
+    "channels_last", "transposed_parameters", "many_tiny_parameters",
+}  # fmt: skip
+ON_THREE = SHARDED | {
+    "accumulation", "unused_under_accumulation", "static_graph", "uneven_inputs", "clipped_gradients",
+    "collectives_of_the_user_in_the_backward_pass", "detached_and_attached_again",
+}  # fmt: skip
+
+
 # ── the launch ────────────────────────────────────────────────────────────────────────────────────
 
 
 def scenarios() -> Iterator[Callable[[int], None]]:
-    """Every case with every wrapper, on two ranks and on all."""
+    """Every case with every wrapper, on two ranks, and some on three."""
     for wrapper_name, wrapper in WRAPPERS.items():
         for case_name, case in CASES.items():
-            if case_name in OF_DDP and wrapper is not attached:
+            if (case_name in OF_DDP and wrapper is not attached) or (case_name not in SHARDED and wrapper is scattered):
                 continue
 
             def scenario(rank: int, case: Case = case, wrapper: Wrapper = wrapper) -> None:
@@ -584,7 +599,8 @@ def scenarios() -> Iterator[Callable[[int], None]]:
                 two = dist.new_group([0, 1])
                 if rank < 2:
                     check_same_training(case, wrapper, two)
-                check_same_training(case, wrapper, dist.group.WORLD)
+                if case.__name__ in ON_THREE:
+                    check_same_training(case, wrapper, dist.group.WORLD)
 
             scenario.__name__ = f"{wrapper_name} {case_name}"
             yield scenario
