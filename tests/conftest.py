@@ -4,6 +4,7 @@ pytest                          everything but the slow tests
 pytest --slow                   the slow ones too: tensors of more than 2³¹ entries, up to 12 GB of memory
 GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
 HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
+pytest -n 2 --dist loadgroup    two tests at a time, as `make test` has it; of those with ranks, one
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs much memory or time; runs only with --slow")
+    config.addinivalue_line("markers", "xdist_group: tests that one worker of pytest-xdist runs, one after the other")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if hasattr(item.module, "launch"):
+            # Ranks share one launch within a module, and have timeouts: they want the cores to themselves.
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(params=BACKENDS, scope="module")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import mmap
 import random
 import re
@@ -41,6 +42,7 @@ MORE = (
 GOLDEN = Path(__file__).parent / "golden/valid"
 
 
+@functools.cache
 def valid_frames() -> list[bytes]:
     """A thousand frames of all codecs, coders, models and dtypes, of one to a thousand entries; golden ones too."""
     frames = [path.read_bytes() for path in sorted(GOLDEN.glob("*.frame"))]

@@ -30,7 +30,9 @@ Tensors = dict[str, torch.Tensor]
 
 def launch(work: Callable[[int, Path], object], folder: Path, seconds: float, world: int = WORLD) -> list[object]:
     """What `work(rank, folder)` returned in each process; None where the process was killed."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from a server that has no more than imported them, so that a rank need not: torch alone takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "gradwire"])  # the first is what DDP imports when it is made
     processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -56,6 +58,7 @@ def launch(work: Callable[[int, Path], object], folder: Path, seconds: float, wo
 def _run(work: Callable[[int, Path], object], rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: scenarios collect their garbage, and need not look through all of torch
     try:
         result = work(rank, folder)
     except BaseException:

@@ -297,10 +297,11 @@ def test_huffman_is_optimal_where_the_limit_binds():
     assert cost == limited_cost(fibonacci, huffman.LIMIT) > huffman_cost(fibonacci)[0]
 
 
-def check_close_to_ideal(size: int, skew: float, precision: int, loss: float) -> None:
+def check_close_to_ideal(backend: str, size: int, skew: float, precision: int, loss: float) -> None:
     rng = np.random.default_rng(size)
+    count = 2**14 if backend == "reference" else 2**17  # all write the same bytes, and this one takes its time
     frequencies = histogram.normalize(np.ceil(rng.dirichlet([skew] * size) * 1e6), precision)
-    symbols = rng.choice(size, size=2**17, p=frequencies / 2**precision).astype(np.uint8)
+    symbols = rng.choice(size, size=count, p=frequencies / 2**precision).astype(np.uint8)
     ideal = histogram.bits_per_symbol(frequencies, precision)[symbols].sum() / 8
     for lanes in (16, 64):
         length = len(kernels.rans_encode_chunk(symbols, frequencies, precision, lanes))
@@ -310,13 +311,13 @@ def check_close_to_ideal(size: int, skew: float, precision: int, loss: float) ->
 @pytest.mark.parametrize("precision", range(8, 14))
 @pytest.mark.parametrize("size, skew", [(2, 0.2), (11, 0.1), (11, 1), (11, 10), (200, 1)])
 def test_rans_is_within_a_thousandth_of_the_ideal(backend, size, skew, precision):
-    check_close_to_ideal(size, skew, precision, 0.001)
+    check_close_to_ideal(backend, size, skew, precision, 0.001)
 
 
 @pytest.mark.parametrize("size, skew", [(200, 1), (247, 0.3), (253, 10)])
 def test_rans_with_fourteen_bits_loses_a_little_more(backend, size, skew):
     """States start at 2¹⁴, so that ⌊x/f⌋ has few bits for the most frequent symbols."""
-    check_close_to_ideal(size, skew, 14, 0.002)
+    check_close_to_ideal(backend, size, skew, 14, 0.002)
 
 
 def test_rans_is_as_short_as_constrictions(backend):

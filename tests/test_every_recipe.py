@@ -6,8 +6,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 import gradwire
 from gradwire import FrameError, catalogue, wire
+from gradwire.cli import main
 from helpers import BACKENDS, FLOATS, assemble, bits, check_contract_3, check_same, encode_into, gradient, use_backend
 from plain_decoder import plain_decode
 
@@ -145,12 +144,10 @@ def test_every_recipe_trains_from_the_command_line(tmp_path: Path) -> None:
     """One after the other in the same workers; the command itself compares their replicas."""
     path = tmp_path / "figures.json"
     codecs = [word for name in NAMES for word in ("--codec", name)]
-    command = [sys.executable, "-m", "gradwire.cli", "train", "--task", "digits", "--workers", "2", "--steps", "3"]
-    result = subprocess.run(
-        [*command, "--batch-size", "16", "--threads", "1", *codecs, "--json", str(path)],
-        capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    options = ["--workers", "2", "--steps", "3", "--batch-size", "16", "--threads", "1", "--json", str(path)]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--task", "digits", *options, *codecs])
+    assert exit_.value.code == 0, exit_.value.code
     runs = json.loads(path.read_text())["runs"]
     assert [run["codec"].partition(":")[0] for run in runs] == NAMES
     for run in runs:

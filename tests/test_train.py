@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import GradwireError, checkpoint, tasks
+from gradwire import AggregateError, GradwireError, checkpoint, tasks
 from gradwire.cli import main
 from gradwire.cli.report import show
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
+from ranks import WORLD, connect, launch
 
 COMMAND = [sys.executable, "-m", "gradwire.cli", "train"]
 pytestmark = pytest.mark.skipif(
@@ -40,10 +41,11 @@ def run(*arguments: str, command: list[str] = COMMAND) -> subprocess.CompletedPr
     )
 
 
-def figures(path: Path, *arguments: str, command: list[str] = COMMAND) -> dict[str, Any]:
-    """Run, expect success, and return what --json wrote."""
-    result = run(*arguments, "--json", str(path), command=command)
-    assert result.returncode == 0, result.stderr
+def figures(path: Path, *arguments: str) -> dict[str, Any]:
+    """What --json wrote. The command runs in this process, which has imported all that it needs; workers do not."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *arguments, "--json", str(path)])
+    assert exit_.value.code == 0, exit_.value.code
     return json.loads(path.read_text())
 
 
@@ -142,34 +144,27 @@ def test_two_codecs_one_after_the_other(tmp_path: Path) -> None:
 # ── replicas ──
 
 
-STRAY = """
-import sys, torch, torch.distributed as dist
-from pathlib import Path
-from gradwire import AggregateError, tasks
-from gradwire.tasks.settings import Settings
-from gradwire.tasks.training import Training
+def stray(rank: int, folder: Path) -> str:
+    """One bit of one parameter of rank 1 changes on its own."""
+    connect(rank, folder, "stray")
 
-def spoil(training, loss):
-    if training.rank == 1 and training.step == 3:
-        with torch.no_grad():
-            next(training.model.parameters()).view(-1).view(torch.int32)[5] ^= 1
+    def spoil(training: Training, loss: float) -> None:
+        if training.rank == 1 and training.step == 3:
+            with torch.no_grad():
+                next(training.model.parameters()).view(-1).view(torch.int32)[5] ^= 1
 
-dist.init_process_group("gloo")
-settings = Settings("digits", ("co3",), 0, 8, 0.01, None, 4, "", 60.0)
-training = Training(tasks.find("digits")(Path()), settings, "co3")
-try:
-    training.run(spoil)
-except AggregateError as error:
-    print(f"<{error}>", flush=True)
-dist.barrier()
-"""
+    training = Training(tasks.find("digits")(Path()), settings(4), "co3")
+    try:
+        training.run(spoil)
+        return ""
+    except AggregateError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_stray_replica_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "stray.py").write_text(STRAY)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run(str(tmp_path / "stray.py"), command=torchrun)
-    assert result.stdout.count("<replicas differ: rank 1 has other parameters than rank 0>") == 2, result.stderr
+    assert launch(stray, tmp_path, seconds=60) == ["replicas differ: rank 1 has other parameters than rank 0"] * WORLD
 
 
 # ── stop and resume ──
@@ -226,8 +221,10 @@ def test_resuming_on_three_workers(killed: Path, tmp_path: Path) -> None:
 
 def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "gradwire.cli", "train"]
-    summary = figures(tmp_path / "figures.json", "--steps", str(STEPS), "--threads", "1", command=command)
+    command, path = [*torchrun, "-m", "gradwire.cli", "train"], tmp_path / "figures.json"
+    result = run("--steps", str(STEPS), "--threads", "1", "--json", str(path), command=command)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(path.read_text())
     threads = straight["threads"]
     assert summary["workers"] == 2
     assert threads > 1 or summary["runs"][0]["digest"] == straight["runs"][0]["digest"]
@@ -331,9 +328,8 @@ def test_a_damaged_checkpoint_is_refused(killed: Path, tmp_path: Path) -> None:
     content = bytearray(killed.read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "run.pt").write_bytes(content)
-    result = run("--resume", str(tmp_path / "run.pt"))
-    assert result.returncode == 1
-    assert re.fullmatch(r"error: .*run\.pt is damaged.*\n", result.stderr)
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*run\.pt is damaged[^\n]*$"):
+        main(["train", "--resume", str(tmp_path / "run.pt")])
 
 
 def test_missing_data_are_one_line_from_all_workers(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from .aggregate.link import Link
 from .aggregate.pieces import Spec
 from .errors import GradwireError
-from .gradients import Gradients, Handle, Options, Scaler
+from .gradients import Gradients, Handle, Options, Scaler, named_parameters
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
 BROADCAST = 2**24  # bytes at a time
@@ -58,10 +58,10 @@ class DataParallel(nn.Module):
         _check(module)
         self.module = module
         options = Options(optimizer, grad_scaler, aggregate, timeout)
-        self.gradwire = Handle(Gradients(spec, module.named_parameters(), process_group, options))
+        self.gradwire = Handle(Gradients(spec, named_parameters(module), process_group, options))
         self._gradients.connect()
         _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])
-        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._trained = {name: p for name, p in named_parameters(module) if p.requires_grad}
         self._sync = True
         self._rearranged = False
         self._arrange(list(reversed(self._trained)))

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from .aggregate import presence
 from .aggregate.pieces import Spec
 from .errors import GradwireError
-from .gradients import Gradients, Handle, Options, Scaler
+from .gradients import Gradients, Handle, Options, Scaler, named_parameters
 from .memories import refuse_pickling
 
 
@@ -41,11 +42,12 @@ class State(Gradients):
         timeout: float | None = None,
     ):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        parameters = None if inner is None else inner.named_parameters()
+        parameters = None if inner is None else named_parameters(inner)
         super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
         self._plain: list[torch.futures.Future] = []
+        self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -56,7 +58,9 @@ class State(Gradients):
             named = [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
             if self.plain:
                 return self._reduce_plainly(bucket, named)
-            self.submit((bucket.index(), buffer.numel()), named)
+            # What no rank used DDP does not write back, so that momentum sent for it would be lost, too.
+            unused = [name for name, gradient in named if presence.is_zero(gradient)] if self._finds_unused else ()
+            self.submit((bucket.index(), buffer.numel()), named, unused)
             self._pending.append((buffer, future))
             if bucket.is_last():
                 self.finish_step()
@@ -147,6 +151,7 @@ def attach(
     "scatter_reduce", "hierarchical", or "auto" for what is fastest (docs/aggregation.md). A peer that does not answer
     within `timeout` seconds, by default those of the process group, is an AggregateError.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, DistributedDataParallel):
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
     slot = getattr(model, "_gradwire_slot", None)

@@ -59,6 +59,11 @@ class Options:
             raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout}")
 
 
+def named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """By the names that they have without torch.compile, so that specs and checkpoints do not depend on it."""
+    return [(name.replace("_orig_mod.", ""), parameter) for name, parameter in module.named_parameters()]
+
+
 class Gradients:
     def __init__(self, spec: Spec, parameters: Named | None, group: dist.ProcessGroup | None, options: Options):
         target = auto.parse(spec) if isinstance(spec, str) else None

@@ -48,11 +48,24 @@ class Link:
         backend = dist.get_backend_config(given.group)
         attendance = Attendance(given.group, given.rank, given.world)
         try:
-            link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+            if len(ranks) == dist.get_world_size():
+                link = cls(dist.new_group(ranks, timeout, backend))
+            else:
+                given._count_groups_alike()
+                link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
         except RuntimeError as error:
             raise attendance.missed(error, ranks, timeout.total_seconds()) from error
         link._attendance = attendance
         return link
+
+    def _count_groups_alike(self) -> None:
+        """torch names a group that not all ranks make after its ranks and the number of groups that a rank is in. That
+        differs between ranks if the training has others, and they would wait for each other under different names."""
+        number = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=self.device)
+        most = number.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        for _ in range(int(most) - int(number)):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     @classmethod
     def among(cls, ranks: Sequence[int], like: Link) -> Link:
