@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class LocalSGD:
         self.mean = Mean(spec)
         self._group = process_group
         self._gather: AllGather | None = None
+        self._wait_s = 0.0  # that the training stood still for the exchange
         self._parameters = _trainable(model)
         self._check_recipes()
         slowest = max(self.mean.recipes.values(), key=lambda chosen: chosen.sync_every)
@@ -215,9 +217,11 @@ class LocalSGD:
             with_buffers = send and self.mean.steps % self._buffers_every == 0
         try:
             self.mean.clock = self.steps
+            start = time.perf_counter()
             messages = updates.exchange(
                 self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
             )
+            self._wait_s += time.perf_counter() - start
         except BaseException as error:
             self._connected().link.give_up(error)
             self.mean.abandon_step()
@@ -299,7 +303,7 @@ class LocalSGD:
             **own,
             "wire_bytes_sent": gather.link.bytes_sent if gather else 0,
             "wire_bytes_received": gather.link.bytes_received if gather else 0,
-            "wait_s": gather.wait_s if gather else 0.0,
+            "wait_s": self._wait_s,
             "dense_bytes": self.dense_bytes,
             "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
         }

@@ -12,7 +12,6 @@ order of these calls, the same on every rank.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -39,7 +38,6 @@ class Ticket:
 class AllGather:
     def __init__(self, link: Link):
         self.link = link
-        self.wait_s = 0.0
         self._capacity: dict[Hashable, int] = {}
         self._blocks: dict[Hashable, torch.Tensor] = {}
 
@@ -66,9 +64,7 @@ class AllGather:
 
     def finish(self, ticket: Ticket) -> list[np.ndarray]:
         """The messages of all ranks, in rank order; valid until the next `start` with the same key."""
-        start = time.perf_counter()
         self.link.wait(ticket.work)
-        self.wait_s += time.perf_counter() - start
         blocks = self._split(ticket)
         for rank, block in enumerate(blocks):
             ticket.subject.check(rank, block)

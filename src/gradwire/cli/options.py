@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from .. import checkpoint, tasks
-from ..catalogue import recipe
 from ..errors import GradwireError, unknown_name
+from ..tasks.parallel import spelled_out
 from ..tasks.settings import SHARED, Settings
 
 MINIMUM_ONE = ("workers", "sync_every", "epochs", "steps", "batch_size", "save_every", "threads")
@@ -53,7 +53,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     defaults = tasks.find(task).defaults
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
     for codec in codecs:
-        recipe(codec)  # a SpecError now, not in every worker
+        spelled_out(codec)  # a SpecError now, not in every worker
     if options.epochs or options.steps:
         epochs, steps = options.epochs, options.steps
     elif saved:
@@ -118,7 +118,7 @@ def _check_same_run(settings: Settings, saved: checkpoint.Checkpoint, path: Path
     before = saved.settings
     for name, now, then in (
         ("task", settings.task, before["task"]),
-        ("codec", str(recipe(settings.codecs[0])), str(recipe(before["codecs"][0]))),
+        ("codec", spelled_out(settings.codecs[0]), spelled_out(before["codecs"][0])),
         ("seed", settings.seed, before["seed"]),
     ):
         if now != then:

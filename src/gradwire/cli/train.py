@@ -21,7 +21,7 @@ def train(
     task: Annotated[str | None, Option(help=f"{', '.join(TASKS)}. Default: digits.")] = None,
     codec: Annotated[
         list[str] | None,
-        Option(metavar="SPEC", help="NAME or NAME:KEY=VALUE,…; given again: one more run. Default: co3."),
+        Option(metavar="SPEC", help="NAME or NAME:KEY=VALUE,…, or auto; given again: one more run. Default: co3."),
     ] = None,
     workers: Annotated[int | None, Option(help=f"Processes to start. Default: {DEFAULT_WORKERS}.")] = None,
     epochs: Annotated[int | None, Option(help="Passes over the data. Default: the task's.")] = None,

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
+from ..aggregate import auto
 from ..catalogue import recipe
 from ..checkpoint import CheckpointError
+from ..errors import SpecError
 from ..local_sgd import LocalSGD
 
 # torch 2.13 renamed the option, and warns of the old name.
@@ -75,7 +77,16 @@ def parallelize(
     model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, sync_every: int | None
 ) -> EveryStep | Delayed:
     """By the recipe's own delay, or the one given."""
-    chosen = recipe(codec)
-    if (sync_every or 1) > 1 or chosen.delayed:
+    if auto.parse(codec) is not None:
+        if (sync_every or 1) > 1:
+            raise SpecError("auto compares steps that all exchange: leave out --sync-every")
+        return EveryStep(model, optimizer, codec)
+    if (sync_every or 1) > 1 or recipe(codec).delayed:
         return Delayed(model, optimizer, codec, sync_every)
     return EveryStep(model, optimizer, codec)
+
+
+def spelled_out(codec: str) -> str:
+    """The spec with every parameter."""
+    target = auto.parse(codec)
+    return str(recipe(codec)) if target is None else f"auto:error={target:g}"

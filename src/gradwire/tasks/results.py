@@ -20,8 +20,8 @@ def summarize(steps: int, seconds: float, before: Stats, after: Stats) -> dict[s
     dist.all_gather_object(everyone, {"seconds": seconds, **own})
     mean = {name: sum(worker[name] for worker in everyone) / len(everyone) for name in everyone[0]}
     per_step = {"total": mean["seconds"] / steps, **{p: mean[f"{p}_s"] / steps for p in PHASES}}
-    # What is left: data, forward, backward and optimizer.
-    per_step["compute"] = per_step["total"] - sum(per_step[phase] for phase in PHASES)
+    # Data, forward, backward and optimizer; encoding and decoding go on beside, or are what is waited for.
+    per_step["compute"] = per_step["total"] - per_step["wait"]
     return {
         "measured_steps": steps,  # fewer than all when the run was resumed
         **{name: mean[name] for name in BYTES},

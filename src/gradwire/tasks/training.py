@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from ..catalogue import recipe
 from ..checkpoint import Checkpoint, CheckpointError
 from ..errors import AggregateError, GradwireError
 from . import order
 from .base import Task, evaluation_sums, loss_of
-from .parallel import parallelize
+from .parallel import parallelize, spelled_out
 from .results import summarize
 from .settings import Settings
 
@@ -78,7 +77,7 @@ class Training:
         self._evaluate()
         return {
             "codec": self.codec,
-            "spec": str(recipe(self.codec)),  # every parameter spelled out
+            "spec": spelled_out(self.codec),
             "steps": self.step,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "digest": self._common_digest(),
