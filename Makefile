@@ -6,13 +6,16 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard native/*) CMakeLists.txt
 
-.PHONY: demo test lint bench bench-link fuzz sanitize clean
+.PHONY: demo test nightly lint bench bench-link bench-volume fuzz sanitize clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
 
 test: $(VENV)/.test        ## all tests, two at a time
 	$(BIN)/python -m pytest -n 2
+
+nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, both aggregations, 2 to 4 ranks
+	$(BIN)/python tests/nightly_replicas.py
 
 lint: $(VENV)/.lint        ## style and types
 	$(BIN)/ruff check .
@@ -24,8 +27,11 @@ bench: $(VENV)/.test       ## speed on one core, beside copy, zstd, constriction
 	$(BIN)/python benchmarks/sparse.py
 	$(BIN)/python benchmarks/quantizers.py
 
-bench-link: $(VENV)/.built ## training step on a link shaped to 1 Gbit/s (Linux, root, iproute2)
+bench-link: $(VENV)/.built ## training step on links of 100 Mbit/s to 10 Gbit/s: ten minutes (Linux, root, iproute2)
 	$(BIN)/python benchmarks/link.py
+
+bench-volume: $(VENV)/.built ## bytes of a rank at 2 to 16 ranks, at its interface (Linux, root, iproute2)
+	$(BIN)/python benchmarks/volume.py
 
 fuzz: $(VENV)/.test        ## a million damaged frames
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0

@@ -1,180 +1,199 @@
-"""Training step over a thin link: plain DDP, the fp16 hook and gradwire, interleaved in one run.
+"""Training step over thin links: plain DDP, PyTorch's own hooks and gradwire, interleaved in one run.
 
-    sudo python benchmarks/link.py [--rate 1gbit] [--ranks 2] [--codec co3] [--save]
+    sudo python benchmarks/link.py [--rates 100mbit,1gbit,10gbit] [--ranks 2,4] [--codecs co3,sbc] [--save]
 
-Every rank is a host of its own: a network namespace behind a bridge, its link shaped to RATE in both directions with
-tc's token bucket (Linux, root, iproute2). The burst is 1 ms of the rate: with a larger one short messages would pass
-unshaped. Bytes are those that the interface itself counts. The model is an MLP of 10.5 M parameters, batch 16, one
-thread a rank.
+Every rank is a host of its own, its link shaped in both directions with tc's token bucket (benchmarks/hosts.py: Linux,
+root, iproute2). Every contestant has processes of its own, and they take turns of a few steps, round after round, so
+that all of them meet the same noise of a shared machine. The model is an MLP of 10.5 M parameters, batch 16, one thread
+a rank. A step's time is the mean over the ranks; the table has the median of all steps. "compute only" is the same step
+by as many ranks that do not talk to each other. `auto` is measured once it has settled.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import contextlib
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-NETWORK = "10.77.0"
+import link_report
+from contestants import COMPUTE, FRAGILE, FRONTS, PEERS, SPECS, maker, names
+from crews import Crew, LostCrew
+from hosts import Hosts, bits_per_second
+
+TURN = 0.6  # seconds: slower contestants take fewer steps
+SPENT = 8.0  # seconds: after these, and three steps, a contestant has been measured well enough
+WARM_UP = 4  # steps, in which gradwire also chooses between all-gather and scatter-reduce
+FIRST_PORT = 29600
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
+@dataclass
+class Entry:
+    """A contestant, and what is known of it."""
 
+    name: str
+    hosts: Hosts
+    port: int
+    crew: Crew | None = None
+    seconds: list[float] = field(default_factory=list)
+    sent: float = 0.0  # bytes of a rank, by its interface
+    stated: float = 0.0  # by its own account
+    steps_run: int = 0  # that these bytes belong to
+    pace: float = 0.1  # seconds of the last step
+    settled_after: int = 0
+    choice: str = ""
+    failed: str = ""
+    aborts: int = 0
 
-class Hosts:
-    """Namespaces gw1, gw2, … with addresses 10.77.0.1, …, on one bridge in the namespace gwsw."""
+    def prepare(self) -> None:
+        """On a link without limits. Peers may abort (PowerSGD on Gloo does, in some runs): they have another try."""
+        while self.crew is None and self.aborts < 2:
+            self.failed = ""
+            self.crew = Crew(maker(self.name, self.hosts.interface), self.hosts, self.hosts.count, self.port)
+            self.port += 20
+            self.ask("prepare")
 
-    def __init__(self, count: int, rate: str):
-        self.count, self.rate = count, rate
+    def ask(self, method: str, *arguments: object) -> list[Any]:
+        """Nothing once it has failed."""
+        if self.crew is None:
+            return []
+        try:
+            return self.crew.ask(method, *arguments)
+        except LostCrew as error:
+            self.failed, self.crew = f"{method}: {error}", None
+            self.aborts += 1
+            return []
 
-    def __enter__(self) -> Hosts:
-        run("ip", "netns", "add", "gwsw")
-        run("ip", "-n", "gwsw", "link", "add", "br0", "type", "bridge")
-        run("ip", "-n", "gwsw", "link", "set", "br0", "up")
-        for i in range(1, self.count + 1):
-            host, port = f"gw{i}", f"gwp{i}"
-            run("ip", "netns", "add", host)
-            run("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", port, "netns", "gwsw")
-            run("ip", "-n", host, "addr", "add", f"{NETWORK}.{i}/24", "dev", "eth0")
-            run("ip", "-n", "gwsw", "link", "set", port, "master", "br0")
-            for namespace, device in ((host, "lo"), (host, "eth0"), ("gwsw", port)):
-                run("ip", "-n", namespace, "link", "set", device, "up")
-            self._shape(host, "eth0")
-            self._shape("gwsw", port)
-        return self
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.close()
 
-    def _shape(self, namespace: str, device: str) -> None:
-        if self.rate == "none":
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each; fewer where it fails."""
+        times: list[float] = []
+        for _ in range(count if self.name == FRAGILE else 1):
+            part = 1 if self.name == FRAGILE else count  # one by one, so that those before an abort count
+            answers = self.ask("steps", part)
+            if not answers:
+                break
+            times += [statistics.fmean(step) for step in zip(*(a["seconds"] for a in answers), strict=True)]
+            self.pace = times[-1]
+            self.sent += statistics.fmean(a["sent"] for a in answers)
+            self.stated += statistics.fmean(a["stated"] for a in answers)
+            self.steps_run += part
+        return times
+
+    def turn(self, most: int) -> None:
+        """Some steps; the first of them finds its data out of the caches, and does not count unless it is long."""
+        if sum(self.seconds) > SPENT and len(self.seconds) >= 3:
             return
-        number, unit = int(self.rate[:-4]), self.rate[-4:]
-        bits = number * {"gbit": 10**9, "mbit": 10**6}[unit]
-        burst = max(16_000, bits // 8 // 1000)
-        shape = ["tbf", "rate", self.rate, "burst", str(burst), "latency", "100ms"]
-        run("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", *shape)
+        count = max(1, min(most, int(TURN / self.pace)))
+        times = self.steps(count + 1 if count > 1 else count)
+        self.seconds += times[1:] if count > 1 else times
 
-    def __exit__(self, *_: object) -> None:
-        for name in [*(f"gw{i}" for i in range(1, self.count + 1)), "gwsw"]:
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+    def settle(self, most: int) -> None:
+        """Until it says that it has settled, or for `most` steps, or half a minute."""
+        deadline = time.monotonic() + 30
+        while self.crew is not None and self.settled_after < most and time.monotonic() < deadline:
+            self.settled_after += len(self.steps(4))
+            if all(self.ask("settled")):
+                return
+        self.failed = self.failed or f"not settled after {self.settled_after} steps"
 
+    def forget(self) -> None:
+        """What came before is not part of the measurement."""
+        self.seconds, self.sent, self.stated, self.steps_run = [], 0.0, 0.0, 0
 
-def interface_bytes() -> tuple[int, int]:
-    folder = Path("/sys/class/net/eth0/statistics")
-    return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
+    def begin_table(self) -> None:
+        self.forget()
+        self.settled_after, self.choice, self.failed, self.aborts = 0, "", "", 0
 
-
-def worker(options: argparse.Namespace) -> None:
-    """One rank: all contestants in turn, a few steps each, round after round."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    import gradwire
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    x, y = torch.randn(16, 3072), torch.randint(0, 10, (16,))
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(3072, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
-        )  # fmt: skip
-
-    contestants: dict[str, nn.Module] = {"compute only": model(), "plain DDP": DistributedDataParallel(model())}
-    half = DistributedDataParallel(model())
-    half.register_comm_hook(None, fp16_compress_hook)
-    contestants["fp16 hook"] = half
-    handles = {}
-    for spec in options.codec:
-        contestants[spec] = DistributedDataParallel(model())
-        handles[spec] = gradwire.ddp.attach(contestants[spec], spec)
-    optimizers = {name: torch.optim.SGD(m.parameters(), lr=0.01) for name, m in contestants.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    sent: dict[str, int] = dict.fromkeys(contestants, 0)
-    stated: dict[str, float] = dict.fromkeys(contestants, 0.0)
-
-    for round_number in range(options.rounds + 1):
-        for name, network in contestants.items():
-            before, known = interface_bytes()[0], handles[name].stats()["wire_bytes_sent"] if name in handles else 0
-            for _ in range(options.steps):
-                dist.barrier()
-                start = time.perf_counter()
-                optimizers[name].zero_grad()
-                nn.functional.cross_entropy(network(x), y).backward()
-                optimizers[name].step()
-                if round_number:  # in the first round DDP rebuilds its buckets
-                    seconds[name].append(time.perf_counter() - start)
-            if round_number:
-                sent[name] += interface_bytes()[0] - before
-                if name in handles:
-                    stated[name] += handles[name].stats()["wire_bytes_sent"] - known
-    if dist.get_rank() == 0:
-        steps = options.rounds * options.steps
-        rows = {}
-        for name, times in seconds.items():
-            rows[name] = {"ms": statistics.median(times) * 1e3, "interface_bytes_per_step": sent[name] / steps}
-            if name in handles:
-                s = handles[name].stats()
-                rows[name] |= {"stated_bytes_per_step": stated[name] / steps, "frame_ratio": s["ratio"]}
-                rows[name] |= {k: s[k] / s["steps"] * 1e3 for k in ("encode_s", "wait_s", "decode_s")}
-        Path(options.worker).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    def row(self) -> dict[str, Any]:
+        aborts = {"aborts": self.aborts} if self.aborts else {}
+        if not self.seconds:
+            return {"failed": self.failed or "no step was measured", **aborts}
+        low, _, high = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else self.seconds * 3
+        row = {"ms": statistics.median(self.seconds) * 1e3, "quartiles_ms": [low * 1e3, high * 1e3]}
+        row |= {"steps": len(self.seconds), "interface_bytes_per_step": self.sent / self.steps_run} | aborts
+        if self.name != COMPUTE and self.name not in PEERS:
+            row["stated_bytes_per_step"] = self.stated / self.steps_run
+        if self.settled_after:
+            row["settled_after_steps"] = self.settled_after
+        return row | {"choice": self.choice, "failed": self.failed}
 
 
-def report(rows: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    compute = rows["compute only"]["ms"]
-    print(f"\n{options.ranks} ranks at {options.rate}, 10.5 M parameters, batch 16, median step")
-    print(f"{'':16s}{'ms':>9s}{'× compute':>11s}{'MB sent':>9s}{'stated':>9s}   encode / wait / decode, ms")
-    for name, r in rows.items():
-        line = f"{name:16s}{r['ms']:9.1f}{r['ms'] / compute:11.2f}{r['interface_bytes_per_step'] / 1e6:9.2f}"
-        if "stated_bytes_per_step" in r:
-            line += f"{r['stated_bytes_per_step'] / 1e6:9.2f}   "
-            line += " / ".join(f"{r[k]:.1f}" for k in ("encode_s", "wait_s", "decode_s"))
-        print(line)
+def races(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The tables of one number of ranks. Processes and DDP models stay; gradwire begins anew with each rate."""
+    with Hosts(ranks) as hosts:
+        entries = [Entry(name, hosts, FIRST_PORT + i) for i, name in enumerate(names(options.codecs))]
+        try:
+            for rate in options.rates:
+                race(entries, hosts, rate, options)
+                yield {"ranks": ranks, "rate": rate, "rows": {entry.name: entry.row() for entry in entries}}
+        finally:
+            for entry in entries:
+                entry.close()
+
+
+def race(entries: list[Entry], hosts: Hosts, rate: str, options: argparse.Namespace) -> None:
+    hosts.shape("none")
+    for entry in entries:
+        link_report.progress(f"{hosts.count} ranks at {rate}: starting {entry.name}")
+        entry.begin_table()
+        entry.prepare()
+    hosts.shape(rate)
+    for entry in entries:
+        link_report.progress(f"{hosts.count} ranks at {rate}: warming up {entry.name}")
+        entry.ask("attach")
+        if "auto" in entry.name:
+            entry.settle(options.settle)
+        if entry.name.split()[0] in FRONTS:
+            entry.steps(WARM_UP)
+        entry.forget()
+    for number in range(options.rounds):
+        link_report.progress(f"{hosts.count} ranks at {rate}: round {number + 1} of {options.rounds}")
+        for entry in entries:
+            if entry.crew is None and entry.name in PEERS:
+                hosts.shape("none")
+                entry.prepare()
+                hosts.shape(rate)
+            entry.turn(options.steps)
+    for entry in entries:
+        entry.choice = (entry.ask("choice") or [""])[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="such as 100mbit, 1gbit, 10gbit, none")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--codec", action="append", help="a gradwire spec; may be given several times")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--rates", type=_list, default=["100mbit", "1gbit", "10gbit"], help="or none, for no limit")
+    parser.add_argument("--ranks", type=_list, default=["2", "4"])
+    parser.add_argument("--codecs", type=_list, default=list(SPECS), help="names of this file, or gradwire specs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="of one turn")
+    parser.add_argument("--settle", type=int, default=60, help="steps that auto has at most before it is measured")
+    parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
     options = parser.parse_args()
-    options.codec = options.codec or ["co3"]
-    if options.worker:
-        worker(options)
-        return
-    if os.geteuid() != 0:
-        sys.exit("link.py needs root to make network namespaces: run it with sudo")
-    with tempfile.TemporaryDirectory() as folder, Hosts(options.ranks, options.rate):
-        result = Path(folder) / "rows.json"
-        common = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": "29511"}
-        processes = []
-        for rank in range(options.ranks):
-            env = {**os.environ, **common, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            command = ["ip", "netns", "exec", f"gw{rank + 1}", sys.executable, __file__, *sys.argv[1:]]
-            processes.append(subprocess.Popen([*command, "--worker", str(result)], env=env))
-        codes = [p.wait() for p in processes]
-        if any(codes):
-            sys.exit("a worker failed")
-        rows = json.loads(result.read_text())
-    report(rows, options)
+    for rate in options.rates:
+        if rate != "none":
+            bits_per_second(rate)
+    start = time.monotonic()
+    tables = []
+    for ranks in map(int, options.ranks):
+        with contextlib.closing(races(ranks, options)) as results:
+            for result in results:
+                link_report.progress("")
+                print(link_report.table(result), flush=True)
+                tables.append(result)
+    print("\n".join(link_report.verdicts(tables)))
+    print(f"\n{time.monotonic() - start:.0f} s in all")
     if options.save:
-        path = Path(__file__).parent / "results" / f"link_{options.rate}_{options.ranks}.json"
-        command = f"python benchmarks/link.py --rate {options.rate} --ranks {options.ranks}"
-        path.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+        link_report.save(tables)
+
+
+def _list(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
 
 
 if __name__ == "__main__":

@@ -29,11 +29,15 @@ inline void require(bool ok, const char* what) {
     if (!ok) throw std::invalid_argument(what);
 }
 
+constexpr size_t kFar = 1 << 18;  // entries: from there on a buffer is gone from the caches before it is read again
+
 inline Stream make_stream(Floats gradient, const std::optional<Floats>& memory, std::optional<FloatsOut>& memory_out) {
     size_t n = gradient.size();
     require(!memory || memory->size() == n, "memory has the wrong size");
     require(!memory_out || memory_out->size() == n, "memory_out has the wrong size");
-    return {gradient.data(), memory ? memory->data() : nullptr, memory_out ? memory_out->data() : nullptr, n, 0};
+    Stream s{gradient.data(), memory ? memory->data() : nullptr, memory_out ? memory_out->data() : nullptr, n, 0};
+    s.far = s.memory_out && s.memory_out != s.memory && n >= kFar;
+    return s;
 }
 
 inline std::unique_ptr<RansTable> make_table(Ints frequencies, int precision) {

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "grid_loop.h"
+#include "streaming.h"
 
 namespace gradwire {
 namespace {
@@ -74,6 +75,7 @@ size_t quantize_rows(const Grid& g, const Stream& stream, uint8_t* symbols, Outl
     const Stream s = stream;  // a copy: stores to `symbols` could otherwise change it
     const Vectors c(g);
     const Int in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works within halves
+    const bool far = s.streams();
     size_t row = 0;
     for (; row + kRow <= s.count; row += kRow) {
         Float u[4];
@@ -89,12 +91,13 @@ size_t quantize_rows(const Grid& g, const Stream& stream, uint8_t* symbols, Outl
             Int m = c.multiple(u[v], outside);
             if (__builtin_expect(outside != 0, 0)) m = c.take_out(m, u[v], outside, s.first + row + 8 * v, outliers);
             symbol[v] = _mm256_add_epi32(m, c.largest);
-            if (Update) _mm256_storeu_ps(s.memory_out + row + 8 * v, _mm256_sub_ps(u[v], c.value(symbol[v])));
+            if (Update) store(s.memory_out + row + 8 * v, _mm256_sub_ps(u[v], c.value(symbol[v])), far);
         }
         Int words[2] = {_mm256_packs_epi32(symbol[0], symbol[1]), _mm256_packs_epi32(symbol[2], symbol[3])};
         Int bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words[0], words[1]), in_order);
         _mm256_storeu_si256(reinterpret_cast<Int*>(symbols + row), bytes);
     }
+    if (far) _mm_sfence();
     const Stream rest = s.part(row, s.count - row);
     if (!grid_finite(g, rest)) return row;
     const size_t from = outliers.count;

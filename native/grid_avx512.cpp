@@ -7,6 +7,7 @@
 #ifdef GRADWIRE_X86
 #include "avx512_encode.h"
 #include "grid_loop.h"
+#include "streaming.h"
 
 namespace gradwire {
 namespace {
@@ -64,6 +65,7 @@ struct Vectors {
 template <int V, bool Twice, bool Memory, bool Update>
 Coded chunk(const Grid& g, const Stream& stream, const RansTable& table, uint8_t* out, Outliers& outliers) {
     const Stream s = stream;  // a copy: stores to `out` could otherwise change it
+    const bool far = s.streams();
     int symbol_at[16];
     for (int i = 0; i < 16; i++) {
         const int symbol = (i < 8 ? i : i - 16) + g.largest;
@@ -81,7 +83,7 @@ Coded chunk(const Grid& g, const Stream& stream, const RansTable& table, uint8_t
                 index[v] = c.take_out(index[v], u[v], outside[v], s.first + row + 16 * v, outliers);
         if (Update)
             for (int v = 0; v < V; v++)
-                _mm512_storeu_ps(s.memory_out + row + 16 * v, _mm512_sub_ps(u[v], _mm512_permutexvar_ps(index[v], c.values)));
+                store(s.memory_out + row + 16 * v, _mm512_sub_ps(u[v], _mm512_permutexvar_ps(index[v], c.values)), far);
         return true;
     };
     auto tail = [&](size_t row, size_t width, uint8_t* last) {
@@ -92,7 +94,9 @@ Coded chunk(const Grid& g, const Stream& stream, const RansTable& table, uint8_t
         settle(g, rest, outliers, from);
         return true;
     };
-    return encode_chunk<V, Twice>(table, EncodeTables(table, symbol_at), s.count, out, next, tail);
+    const Coded coded = encode_chunk<V, Twice>(table, EncodeTables(table, symbol_at), s.count, out, next, tail);
+    if (far) _mm_sfence();
+    return coded;
 }
 
 template <int V, bool Twice>

@@ -31,11 +31,16 @@ struct Stream {
     float* memory_out;
     size_t count;
     uint64_t first;  // index of the first entry, for the random numbers
+    // Large, and memory_out is a buffer of its own: written past the caches. It would otherwise be read first, and its
+    // lines, which have the same place in their pages as those of the other two, would hold up their loads.
+    bool far = false;
 
     Stream part(size_t start, size_t n) const {
         return {gradient + start, memory ? memory + start : nullptr, memory_out ? memory_out + start : nullptr, n,
-                first + start};
+                first + start, far};
     }
+
+    bool streams() const { return far && (reinterpret_cast<uintptr_t>(memory_out) & 63) == 0; }
 };
 
 // Frequencies of a model in the forms that encoders and decoders want.

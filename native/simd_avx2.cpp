@@ -17,6 +17,7 @@
 #include "avx2_tables.h"
 #include "quantize.h"
 #include "rans.h"
+#include "streaming.h"
 
 namespace gradwire {
 namespace {
@@ -147,6 +148,7 @@ size_t rans_encode(const RansTable& t, const uint8_t* symbols, size_t count, int
 template <class Row, bool Twice, bool Memory, bool Update>
 Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table, uint8_t* out) {
     const Stream s = stream;  // a copy: stores to `out` could otherwise change it
+    const bool far = s.streams();
     const Float decay = _mm256_set1_ps(q.decay), twice_inverse = _mm256_set1_ps(2 * q.inverse);
     const Float magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const Dwords values([&](int i) { return i < q.symbols ? as_bits(q.values[i]) : 0; });
@@ -172,7 +174,7 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
             if (!Update) continue;
             values.look_up<Row::n>(index[g], value);
             for (int v = g * Row::n, i = 0; i < Row::n; v++, i++)
-                _mm256_storeu_ps(s.memory_out + row + 8 * v, _mm256_sub_ps(u[v], _mm256_castsi256_ps(value[i])));
+                store(s.memory_out + row + 8 * v, _mm256_sub_ps(u[v], _mm256_castsi256_ps(value[i])), far);
         }
         return true;
     };
@@ -182,7 +184,9 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
         quantize_any(q, rest, last);
         return true;
     };
-    return encode_chunk<Row, Twice>(table, s.count, out, next, tail);
+    const Coded coded = encode_chunk<Row, Twice>(table, s.count, out, next, tail);
+    if (far) _mm_sfence();
+    return coded;
 }
 
 Coded quantize_rans(const Quantizer& q, const Stream& s, const RansTable& t, int lanes, uint8_t* out,

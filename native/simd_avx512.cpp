@@ -13,6 +13,7 @@
 // - Loads near the end of a chunk are masked, so that not a byte beyond it is touched.
 #ifdef GRADWIRE_X86
 #include "avx512_encode.h"
+#include "streaming.h"
 
 namespace gradwire {
 namespace {
@@ -77,12 +78,12 @@ struct Fp4 {
     }
 
     template <bool Update>
-    GRADWIRE_INLINE Int signed_index(const Stream& s, size_t i, Float u) const {
+    GRADWIRE_INLINE Int signed_index(const Stream& s, size_t i, Float u, bool far) const {
         Float y = _mm512_mul_ps(u, twice_inverse);
         Int index = _mm512_cvtps_epi32(limit(y, four));
         __mmask16 beyond = _mm512_cmp_ps_mask(_mm512_abs_ps(y), five, _CMP_GT_OQ);
         index = _mm512_mask_add_epi32(index, beyond, index, _mm512_srai_epi32(index, 2));  // 4 → 5, -4 → -5
-        if (Update) _mm512_storeu_ps(s.memory_out + i, _mm512_sub_ps(u, _mm512_permutexvar_ps(index, values)));
+        if (Update) store(s.memory_out + i, _mm512_sub_ps(u, _mm512_permutexvar_ps(index, values)), far);
         return index;
     }
 };
@@ -90,6 +91,7 @@ struct Fp4 {
 template <int V, bool Twice, bool Memory, bool Update>
 Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table, uint8_t* out) {
     const Stream s = stream;  // a copy: stores to `out` could otherwise change it
+    const bool far = s.streams();
     int symbol_at[16];
     for (int i = 0; i < 16; i++) {
         int symbol = (i < 8 ? i : i - 16) + 5;
@@ -101,7 +103,7 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
         __mmask16 bad = 0;
         for (int v = 0; v < V; v++) u[v] = fp4.load<Memory>(s, row + 16 * v, bad);
         if (__builtin_expect(bad != 0, 0)) return false;
-        for (int v = 0; v < V; v++) index[v] = fp4.signed_index<Update>(s, row + 16 * v, u[v]);
+        for (int v = 0; v < V; v++) index[v] = fp4.signed_index<Update>(s, row + 16 * v, u[v], far);
         return true;
     };
     auto tail = [&](size_t row, size_t width, uint8_t* last) {
@@ -110,7 +112,9 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
         quantize_any(q, rest, last);
         return true;
     };
-    return encode_chunk<V, Twice>(table, EncodeTables(table, symbol_at), s.count, out, next, tail);
+    const Coded coded = encode_chunk<V, Twice>(table, EncodeTables(table, symbol_at), s.count, out, next, tail);
+    if (far) _mm_sfence();
+    return coded;
 }
 
 template <int V, bool Twice>

@@ -7,6 +7,7 @@
 
 #include "quantize.h"
 #include "sparse.h"
+#include "streaming.h"
 
 namespace gradwire {
 namespace {
@@ -26,6 +27,7 @@ constexpr Lanes kLanes;
 template <bool Memory, bool Update>
 Found scan(const Stream& stream, float decay, Lows low, uint32_t* index, float* value) {
     const Stream s = stream;  // a copy: stores could otherwise change it
+    const bool far = s.streams();
     const __m256 factor = _mm256_set1_ps(decay);
     // As integers, numbers above 0 order like their magnitudes, and so do those below 0 with their sign bit flipped;
     // the others are then below 0.
@@ -61,8 +63,9 @@ Found scan(const Stream& stream, float decay, Lows low, uint32_t* index, float* 
             }
         }
         if (Update)
-            for (int v = 0; v < kVectors; v++) _mm256_storeu_ps(s.memory_out + i + 8 * v, u[v]);
+            for (int v = 0; v < kVectors; v++) store(s.memory_out + i + 8 * v, u[v], far);
     }
+    if (far) _mm_sfence();
     return scan_rest(s, decay, low, index, value, {n, i});
 }
 

@@ -7,6 +7,7 @@
 
 #include "quantize.h"
 #include "sparse.h"
+#include "streaming.h"
 
 namespace gradwire {
 namespace {
@@ -16,6 +17,7 @@ constexpr int kVectors = 4;  // looked at together
 template <bool Memory, bool Update>
 Found scan(const Stream& stream, float decay, Lows low, uint32_t* index, float* value) {
     const Stream s = stream;  // a copy: stores could otherwise change it
+    const bool far = s.streams();
     const __m512 factor = _mm512_set1_ps(decay);
     // As signed integers, numbers above 0 order like their magnitudes; as unsigned ones, those below 0 do, at the top.
     const __m512i positive = _mm512_set1_epi32(int32_t(low.positive));
@@ -47,8 +49,9 @@ Found scan(const Stream& stream, float decay, Lows low, uint32_t* index, float* 
             at = _mm512_add_epi32(at, _mm512_set1_epi32(16 * kVectors));
         }
         if (Update)
-            for (int v = 0; v < kVectors; v++) _mm512_storeu_ps(s.memory_out + i + 16 * v, u[v]);
+            for (int v = 0; v < kVectors; v++) store(s.memory_out + i + 16 * v, u[v], far);
     }
+    if (far) _mm_sfence();
     return scan_rest(s, decay, low, index, value, {n, i});
 }
 

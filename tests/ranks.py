@@ -28,12 +28,12 @@ WORLD = 3
 Tensors = dict[str, torch.Tensor]
 
 
-def launch(work: Callable[[int, Path], object], folder: Path, seconds: float) -> list[object]:
+def launch(work: Callable[[int, Path], object], folder: Path, seconds: float, world: int = WORLD) -> list[object]:
     """What `work(rank, folder)` returned in each process; None where the process was killed."""
     # Forked from a server that has no more than imported them, so that a rank need not: torch alone takes seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "gradwire"])  # the first is what DDP imports when it is made
-    processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(WORLD)]
+    processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(world)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + seconds
@@ -66,10 +66,10 @@ def _run(work: Callable[[int, Path], object], rank: int, folder: Path) -> None:
     torch.save(result, folder / f"{rank}.pt")
 
 
-def connect(rank: int, folder: Path, name: str, seconds: float = 60) -> None:
+def connect(rank: int, folder: Path, name: str, seconds: float = 60, world: int = WORLD) -> None:
     """A process group of its own for each scenario that breaks it; meeting in a file needs no free port."""
     timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=WORLD, timeout=timeout)
+    dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=world, timeout=timeout)
 
 
 class Net(nn.Module):
@@ -104,11 +104,13 @@ def digest(tensors: Tensors) -> str:
 # ── scenarios that check themselves ───────────────────────────────────────────────────────────────
 
 
-def run_scenarios(scenarios: list[Callable[[int], None]], rank: int, folder: Path, seconds: float) -> dict[str, str]:
+def run_scenarios(
+    scenarios: list[Callable[[int], None]], rank: int, folder: Path, seconds: float, world: int = WORLD
+) -> dict[str, str]:
     """Run each in a process group of its own, so that one that fails does not spoil the next; what went wrong."""
     failures = {}
     for scenario in scenarios:
-        connect(rank, folder, scenario.__name__, seconds)
+        connect(rank, folder, scenario.__name__, seconds, world)
         try:
             scenario(rank)
             failures[scenario.__name__] = ""
@@ -121,7 +123,7 @@ def run_scenarios(scenarios: list[Callable[[int], None]], rank: int, folder: Pat
 
 def gathered(value: object) -> list[object]:
     """The value of every rank."""
-    values: list[object] = [None] * WORLD
+    values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 

@@ -401,7 +401,7 @@ def a_diverged_rank(rank: int) -> None:
 
 def unlike_specs_are_told(rank: int) -> None:
     handle = make("sbc1" if rank else "sbc1:ahead=0.5")
-    check_raises(AggregateError, "different models or specs", handle.__enter__)
+    check_raises(AggregateError, "rank 0 has spec sbc1", handle.__enter__)
 
 
 SCENARIOS = [

@@ -299,6 +299,11 @@ def recipe(spec: str) -> Recipe:
 @lru_cache(maxsize=1024)
 def _recipe(spec: str) -> Recipe:
     name, given = split(spec)
+    if name == "auto":
+        raise SpecError(
+            "auto is a choice among recipes, made while training: it is for gradwire.ddp.attach and "
+            "gradwire.DataParallel, and not part of a dict"
+        )
     if name not in CATALOGUE:
         raise unknown_name("recipe", name, CATALOGUE)
     entry = CATALOGUE[name]

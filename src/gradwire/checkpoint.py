@@ -10,7 +10,6 @@ import hashlib
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import GradwireError
+from .errors import CheckpointError
+from .memories import combined
 
 FORMAT = "gradwire checkpoint 1"
-
-
-class CheckpointError(GradwireError):
-    """A checkpoint that is missing, damaged or of another run."""
 
 
 @dataclass
@@ -50,22 +46,16 @@ class Checkpoint:
         """
         if workers == self.workers:
             return self.error_memory[rank]
-        return _mean(self.error_memory)
-
-
-def _mean(states: list[Any]) -> Any:
-    """Tensors are averaged at every depth of the dicts; what else they hold is the same in all of them."""
-    first = states[0]
-    if isinstance(first, Mapping):
-        return {key: _mean([state[key] for state in states]) for key in first}
-    if isinstance(first, torch.Tensor) and first.is_floating_point():
-        return torch.stack([state.double() for state in states]).mean(0).to(first.dtype)
-    return first
+        return combined(self.error_memory)
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write the file whole or not at all: a crash at any moment leaves the previous one as it was."""
-    content = {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}}
+    write_whole(path, {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}})
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """torch.save to a file beside it, which takes its place when it is on the disk."""
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".gradwire-", dir=path.parent)
     except OSError as error:

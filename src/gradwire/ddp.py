@@ -8,6 +8,7 @@ or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled ba
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .aggregate import presence
 from .aggregate.pieces import Spec
 from .errors import GradwireError
 from .gradients import Gradients, Handle, Options, Scaler, named_parameters
+from .memories import refuse_pickling
 
 
 class State(Gradients):
@@ -42,8 +44,10 @@ class State(Gradients):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = None if inner is None else named_parameters(inner)
         super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
+        self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
+        self._plain: list[torch.futures.Future] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -63,9 +67,10 @@ class State(Gradients):
                 for averaged, waiting in self._pending:
                     waiting.set_result(averaged)
                 self._pending.clear()
-        except BaseException:
+        except BaseException as error:
             self._pending.clear()
-            self.abandon_step()
+            self._plain.clear()
+            self.abandon_step(error)
             raise
         return future
 
@@ -76,11 +81,21 @@ class State(Gradients):
             if memory is not None:
                 gradient.add_(memory.to(gradient.device).view(gradient.shape))
         future = allreduce_hook(self.given_group, bucket)
+        self._plain.append(future)
         self.count_plain(bucket.buffer().nbytes)
         if bucket.is_last():
+            under_way, self._plain = self._plain, []
+            self.link.wait_for(under_way)  # DDP would do so next, and raise errors that name nobody
             self.mean.end_step()
             self.step_done()
         return future
+
+    def __reduce__(self) -> Any:
+        """Until it is used, it is as good as its spec: launchers may send it to the processes that they start."""
+        own = self.options
+        if self._names or self._group or own.optimizer or own.grad_scaler:
+            refuse_pickling("the state of a hook in use")
+        return functools.partial(State, self._spec, aggregate=own.aggregate, timeout=own.timeout), ()
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -94,6 +109,10 @@ class _Slot:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.state: State | None = None
+
+    def __reduce__(self) -> Any:
+        """Copies of DDP models have no hooks, so that they have no slot either, and can be attached."""
+        return type(None), ()
 
 
 def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -22,6 +22,10 @@ class AggregateError(GradwireError, RuntimeError):
     """Workers disagree, or a peer was lost."""
 
 
+class CheckpointError(GradwireError):
+    """A checkpoint that is missing, damaged or of another run."""
+
+
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SpecError:
     """A SpecError that lists what is allowed and suggests the nearest name."""
     allowed = list(allowed)

@@ -21,12 +21,14 @@ import torch.distributed as dist
 from .aggregate import auto
 from .aggregate.auto import Auto
 from .aggregate.cost import Load, Speed, all_reduce_s
+from .aggregate.handshake import Facts, describe
 from .aggregate.link import Link
 from .aggregate.mean import Mean
-from .aggregate.pieces import Spec, parse_spec
+from .aggregate.pieces import Spec, parse_spec, spec_text
 from .aggregate.reducer import ALL_GATHER, ALL_REDUCE, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
 from .errors import SpecError, unknown_name
+from .memories import AllRanks, own_part, refuse_pickling
 from .monitor import Error, Monitor, nmse
 from .recipe import Recipe
 
@@ -67,6 +69,7 @@ class Gradients:
         target = auto.parse(spec) if isinstance(spec, str) else None
         self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target)
         self.mean = Mean(spec if self.auto is None else self.auto.spec)
+        self._spec_text = spec_text(self.mean.recipes) if self.auto is None else str(spec)
         self.options = options
         self.monitor: Monitor | None = None
         self._speed: Speed | None = None
@@ -82,8 +85,10 @@ class Gradients:
         self._takeover: Takeover | None = None
         for chosen in self.mean.recipes.values():
             _check_for_every_step(chosen, parameters is not None)
+        self._tensors: Facts = {}
         if parameters is not None:
             named = list(parameters)
+            self._tensors = describe(named)
             for name, parameter in named:
                 self._names[id(parameter)] = name
                 self.mean.recipe_of(name)
@@ -124,6 +129,7 @@ class Gradients:
 
     def _connected(self) -> Reducer:
         self._link = link = Link.beside(self._group, self.options.timeout)
+        link.agree({"spec": self._spec_text, "aggregate": self.options.aggregate}, self._tensors)
         host = None
         aggregate = self.options.aggregate
         if aggregate == "hierarchical":
@@ -227,9 +233,9 @@ class Gradients:
         assert self._speed is not None
         return all_reduce_s(self.mean.total, self._speed, self.reducer.world)
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, error: BaseException | None = None) -> None:
         if self._reducer is not None:
-            self._reducer.abandon_step()
+            self._reducer.abandon_step(error)
 
     # ── what users see ──
 
@@ -310,7 +316,16 @@ class Handle:
         return self.gradients.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.gradients.load_state_dict(state)
+        """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        self.gradients.load_state_dict(own_part(state, self.gradients.given_group))
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same for all ranks at once, for checkpoints that rank 0 writes."""
+        return AllRanks(self, self.gradients.given_group)
+
+    def __reduce__(self) -> Any:
+        refuse_pickling("a handle")
 
 
 def _by_host(link: Link) -> tuple[Link, Link]:

@@ -19,7 +19,6 @@ import copy
 import hashlib
 import operator
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -34,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 from .aggregate import updates
 from .aggregate.all_gather import AllGather
 from .aggregate.buffers import Buffers
+from .aggregate.handshake import describe
 from .aggregate.link import Link
 from .aggregate.mean import Mean
-from .aggregate.pieces import Spec, own_recipe, parse_spec
+from .aggregate.pieces import Spec, own_recipe, parse_spec, spec_text
 from .correct.momentum import mask_optimizer, reset_optimizer
 from .errors import AggregateError, GradwireError, SpecError
 
@@ -142,10 +142,10 @@ class LocalSGD:
             if loaded or not self._inside:
                 self._buffers.follow()
         link = self._connected().link
-        states = link.gather_short(self._shapes() + self._digest() + bytes([self.pending > 0]))
-        if len({state[:4] for state in states}) > 1:
-            raise AggregateError("ranks have different models or specs: all must have the same")
-        if len({state[4:-1] for state in states}) > 1:
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        link.agree({"spec": spec_text(self.mean.recipes)}, describe(named))
+        states = link.gather_short(self._digest() + bytes([self.pending > 0]))
+        if len({state[:-1] for state in states}) > 1:
             if any(state[-1] for state in states):
                 raise AggregateError(
                     "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
@@ -167,12 +167,6 @@ class LocalSGD:
             for name, p in self._parameters.items()
             if not any(torch.equal(p, t.to(p.dtype)) for t in (self._anchor[name], self._beginning(name)))
         ]
-
-    def _shapes(self) -> bytes:
-        """What differs where ranks have other tensors, or code them differently."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        text = f"{self.mean.recipes} {[(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in named]}"
-        return zlib.crc32(text.encode()).to_bytes(4, "little")
 
     def _digest(self) -> bytes:
         """What differs where ranks have other numbers in them."""
@@ -224,7 +218,8 @@ class LocalSGD:
             messages = updates.exchange(
                 self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
             )
-        except BaseException:
+        except BaseException as error:
+            self._connected().link.give_up(error)
             self.mean.abandon_step()
             raise
         own = messages[self.mean.rank]
@@ -239,6 +234,7 @@ class LocalSGD:
             sent = self.mean.take_sent()
             mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
         self.mean.end_step()
+        self._connected().link.at_step(self.mean.steps)
         if left:
             self._take_common()
         elif any(message.sent for message in messages):

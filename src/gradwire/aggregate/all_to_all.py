@@ -56,10 +56,20 @@ class AllToAll:
         messages = [block[:n] for block, n in zip(blocks, used, strict=True)]
         return Ticket(key, subject, messages, to, of, received, work)
 
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether `finish` would neither wait nor have to send a rest, whose place in the order is fixed."""
+        if self.link.device.type != "cpu" or not ticket.work.is_completed():
+            return False
+        fits = all(len(b) <= c for b, c in zip(ticket.blocks, ticket.capacities_out, strict=True))
+        return fits and all(length_of(b) <= len(b) for b in self._split(ticket))
+
+    def _split(self, ticket: Ticket) -> list[np.ndarray]:
+        return [block.numpy() for block in ticket.received.cpu().split(ticket.capacities_in)]
+
     def finish(self, ticket: Ticket) -> list[np.ndarray]:
         """The messages to this rank, in rank order, its own among them."""
         self.link.wait(ticket.work)
-        blocks = [block.numpy() for block in ticket.received.cpu().split(ticket.capacities_in)]
+        blocks = self._split(ticket)
         for rank, block in enumerate(blocks):
             ticket.subject.check(rank, block)
         lengths = [length_of(block) for block in blocks]

@@ -6,13 +6,17 @@ Everything is started asynchronously and in the order of the calls; `wait` turns
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import AggregateError
+from ..errors import AggregateError, GradwireError
+from .attendance import Attendance
+from .handshake import Facts, compare
+from .lost import COMPUTING, WAITING, explain, wait
+from .roll_call import RollCall
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,6 +33,8 @@ class Link:
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
         # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
+        self.roll_call: RollCall | None = None
+        self._attendance: Attendance | None = None
 
     @classmethod
     def beside(cls, group: dist.ProcessGroup | None, seconds: float | None = None) -> Link:
@@ -40,13 +46,16 @@ class Link:
         timeout = datetime.timedelta(seconds=seconds) if seconds else timeout_of(given.group)
         ranks = dist.get_process_group_ranks(given.group)
         backend = dist.get_backend_config(given.group)
+        attendance = Attendance(given.group, given.rank, given.world)
         try:
-            if len(ranks) == dist.get_world_size():
-                return cls(dist.new_group(ranks, timeout, backend))
-            given._count_groups_alike()
-            return cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+            everyone = len(ranks) == dist.get_world_size()
+            if not everyone:
+                given._count_groups_alike()
+            link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=not everyone))
         except RuntimeError as error:
-            raise lost(error) from error
+            raise attendance.missed(error, ranks, timeout.total_seconds()) from error
+        link._attendance = attendance
+        return link
 
     def _count_groups_alike(self) -> None:
         """torch names a group that not all ranks make after its ranks and the number of groups that a rank is in. That
@@ -64,9 +73,45 @@ class Link:
         everyone = dist.get_process_group_ranks(like.group)
         chosen = [everyone[rank] for rank in ranks]
         try:
-            return cls(dist.new_group(chosen, timeout_of(like.group), backend, use_local_synchronization=True))
+            link = cls(dist.new_group(chosen, timeout_of(like.group), backend, use_local_synchronization=True))
         except RuntimeError as error:
-            raise lost(error) from error
+            raise like.lost(error) from error
+        link.roll_call = like.roll_call
+        return link
+
+    # ── agreement, and the loss of it ──
+
+    def agree(self, facts: Mapping[str, str], tensors: Facts) -> None:
+        """AggregateError on all ranks, unless all have the same facts and tensors."""
+        roll_call = self.roll_call or RollCall(self.rank, dist.get_process_group_ranks(self.group))
+        try:
+            compare(self, facts, tensors, roll_call)
+        except AggregateError as error:
+            if self._attendance is not None and isinstance(error.__cause__, RuntimeError):  # no answer at all
+                timeout = timeout_of(self.group).total_seconds()
+                raise self._attendance.missed(error.__cause__, roll_call.ranks, timeout) from error
+            raise
+        self.roll_call = roll_call
+
+    def at_step(self, step: int) -> None:
+        """What this rank says if it is asked where it is."""
+        if self.roll_call is not None:
+            self.roll_call.at(COMPUTING, step)
+
+    def lost(self, error: RuntimeError) -> AggregateError:
+        """What torch's error means: who is lost, if that can be found out."""
+        if self.roll_call is None:
+            return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")
+        return AggregateError(explain(self.roll_call, error, timeout_of(self.group).total_seconds()))
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others why this rank leaves them."""
+        if self.roll_call is None or self.roll_call.board.own.failed:
+            return
+        if isinstance(error, AggregateError):
+            self.roll_call.tell(str(error).replace("this rank", f"rank {dist.get_rank()}"))  # others will say it
+        elif not isinstance(error, GradwireError):  # those are raised on all ranks, which may go on together
+            self.roll_call.tell(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
     # ── collectives ──
 
@@ -79,7 +124,7 @@ class Link:
         try:
             work = _all_gather_tensor(gathered, block, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
         assert work is not None
         return gathered, work
 
@@ -94,7 +139,7 @@ class Link:
         try:
             work = dist.all_to_all_single(received, blocks, list(sizes_in), list(sizes_out), self.group, async_op=True)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
         assert work is not None
         return received, work
 
@@ -105,7 +150,7 @@ class Link:
         try:
             work = _reduce_scatter_tensor(own, parts, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
         assert work is not None
         return own, work
 
@@ -115,7 +160,7 @@ class Link:
         try:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
         assert work is not None
         return work
 
@@ -131,10 +176,11 @@ class Link:
         self.bytes_sent += sum(len(block) for block in sent.values())
         self.bytes_received += sum(len(block) for block in received.values())
         try:
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+            under_way = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
+        for work in under_way:
+            self.wait(work)
 
     def _p2p(self, operation: Callable[..., Any], block: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(operation, block, group=self.group, group_peer=rank)
@@ -149,18 +195,31 @@ class Link:
         """All ranks get rank 0's tensor."""
         sent = tensor.detach().to(self.device, memory_format=torch.contiguous_format)
         try:
-            dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
+            work = dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group, async_op=True)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
+        self.wait(work)
         self._count(sent, children(self.rank, self.world), int(self.rank > 0))
         if sent.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(sent)
 
     def wait(self, work: dist.Work) -> None:
         try:
-            work.wait()
+            wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self.lost(error) from error
+
+    def wait_for(self, futures: Iterable[torch.futures.Future]) -> None:
+        """Wait for collectives that others have started, by DDP's own way, among the same ranks."""
+        if self.roll_call is not None:
+            self.roll_call.at(WAITING)
+        try:
+            for future in futures:
+                future.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        if self.roll_call is not None:
+            self.roll_call.at(COMPUTING)
 
     def _count(self, block: torch.Tensor, sent: int, received: int) -> None:
         size = block.numel() * block.element_size()
@@ -183,7 +242,3 @@ def children(rank: int, world: int) -> int:
     """To how many ranks this one passes a broadcast on: Gloo's binomial tree, in which r has its bits above it."""
     lowest = rank & -rank or world
     return sum(1 for i in range(world.bit_length()) if 1 << i < lowest and rank + (1 << i) < world)
-
-
-def lost(error: RuntimeError) -> AggregateError:
-    return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")

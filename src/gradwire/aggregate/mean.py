@@ -40,7 +40,7 @@ class Mean:
         self.steps = self.frame_bytes = 0
         self.clock: int | None = None  # what schedules go by, where it is not the number of exchanges
         self.encode_s = self.decode_s = 0.0
-        self.sizes: dict[str, int] = {}  # entries of each tensor of the model, where it is known
+        self.shapes: dict[str, torch.Size] = {}  # of all tensors of the model, where it is known
         self.shares: dict[str, float] = {}  # of the model's budget, for each tensor that has not its share by size
         self.finite = True  # what all ranks sent in this step
         self._blocks: dict[Hashable, torch.Tensor] = {}
@@ -65,12 +65,16 @@ class Mean:
 
     def know_model(self, tensors: Named) -> None:
         """What has to be known of the whole model: its size, and every tensor's part of the budget."""
-        self.sizes = {name: t.numel() for name, t in tensors}
+        self.shapes = {name: t.shape for name, t in tensors}
         self._share_budget()
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: shape.numel() for name, shape in self.shapes.items()}
+
     def _share_budget(self) -> None:
-        chosen = {name: own_recipe(name, d, self.recipes) for name, d in self.sizes.items()}
-        self.shares = budget_parts(self.sizes, chosen)
+        sizes = self.sizes
+        self.shares = budget_parts(sizes, {name: own_recipe(name, d, self.recipes) for name, d in sizes.items()})
 
     @property
     def total(self) -> int:

@@ -17,7 +17,7 @@ from ..errors import AggregateError
 
 PREFIX = 16
 _PREFIX = struct.Struct("<QII")
-SLACK, ROUND = 32, 256  # capacity: 1/32 above the longest message, in steps of 256 bytes
+SLACK, ROUND = 64, 128  # capacity: 1/64 above the longest message, in steps of 128 bytes
 LONGEST = 2**40
 
 

@@ -78,10 +78,9 @@ class Piece:
     def target(self) -> torch.Tensor:
         """Where frames are decoded to: the part itself, or a flat tensor for several of them."""
         first = self.parts[0]
-        return first.of(first.tensor) if len(self.parts) == 1 else self.scratch(first.tensor.dtype)
-
-    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(sum(self.sizes), dtype=dtype)
+        if len(self.parts) == 1:
+            return first.of(first.tensor)
+        return torch.empty(sum(self.sizes), dtype=first.tensor.dtype)
 
     def put(self, target: torch.Tensor) -> None:
         """The tensors become what was decoded."""
@@ -100,6 +99,11 @@ def parse_spec(spec: Spec) -> Recipes:
     if not all(isinstance(pattern, str) for pattern in spec):
         raise SpecError("the patterns of a dict spec are strings such as '*.bias'")
     return {pattern: recipe(s) for pattern, s in spec.items()}
+
+
+def spec_text(recipes: Recipes) -> str:
+    """The spec that was given, in full."""
+    return str({p: str(r) for p, r in recipes.items()}) if list(recipes) != ["*"] else str(recipes["*"])
 
 
 def recipe_of(name: str, recipes: Recipes) -> Recipe:
@@ -137,18 +141,19 @@ def divide(parts: Iterable[Part], recipes: Recipes, clock: int, shares: Mapping[
 def messages(tensors: Named, recipes: Recipes) -> list[list[Part]]:
     """Tensors that travel together, in turn: about a chunk each, large tensors in several."""
     result: list[list[Part]] = []
-    filled = CHUNK
+    filled = 0
     for part in whole(tensors):
         chosen = own_recipe(part.name, part.size, recipes)
         # What is selected from a whole tensor, or corrected as a whole, is not cut.
         uncut = chosen.codec.converter.selects or chosen.mask or chosen.clip
         count = 1 if uncut else math.ceil(part.size / CHUNK)
         for chunk in part.cut(count, ALIGNED) if count > 1 else [part]:
-            if filled + chunk.size > CHUNK:
+            entries = 0 if uncut else chunk.size  # what is selected is few bytes
+            if not result or filled + entries > CHUNK + CHUNK // 8:
                 result.append([])
                 filled = 0
             result[-1].append(chunk)
-            filled += 0 if uncut else chunk.size  # what is selected is few bytes
+            filled += entries
     return result
 
 

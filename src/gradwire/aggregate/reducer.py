@@ -6,7 +6,7 @@ thread (`wire_thread.py`) takes them, a chunk at a time, through one of these ex
 All-reduce:      plain, without frames; what is left in error memories is sent along.
 All-gather:      1. encode; 2. all-gather; 3. decode and average all ranks' frames.
 Scatter-reduce:  1. encode a shard for each rank; 2. all-to-all; 3. decode and average the own shard in fp32, encode the
-                 mean with an error memory of its own; 4. all-gather; 5. decode all shards, the own one too.
+                 mean with an error memory of its own; 4. send it to all; 5. decode all shards, the own one too.
 Hierarchical:    1. reduce-scatter in fp32 among the ranks of a host; 2. all-gather or scatter-reduce of the own shard
                  among the hosts; 3. all-gather in fp32 on the host.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,20 +75,25 @@ class Reducer:
         self._thread.submit(self._last_job)
         try:
             self._thread.drain()
-        except BaseException:
-            self.abandon_step()
+        except BaseException as error:
+            self.abandon_step(error)
             raise
         self.wait_s += time.perf_counter() - start
         touched, self._touched = self._touched, set()
         return touched
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self.link.give_up(error)
         self.mean.abandon_step()
         self.shards.memory.rollback()
         self._start_anew()
 
     def use(self, aggregate: str) -> None:
         """From the next step on; or another recipe is used, whose messages have other lengths."""
+        if self.aggregate == SCATTER_REDUCE != aggregate:
+            self._join(self.shards.state_dict(1.0))
+            self.shards = ShardMemory()
         self.aggregate, self.messages = aggregate, 0
         self._all_gather, self._all_to_all = AllGather(self.link), AllToAll(self.link)
 
@@ -127,6 +132,7 @@ class Reducer:
         self.shards.end_step(mean.finite)
         finite = mean.finite
         mean.end_step()
+        self.link.at_step(mean.steps)
         for name in self._flushed if finite else ():
             mean.residual.forget(name)
         self._start_anew()
@@ -155,8 +161,7 @@ class Reducer:
         for part, own in zip(parts, values, strict=True):
             if len(parts) > 1:
                 as_it_is(part).copy_(own.view(as_it_is(part).shape))
-            if part.name not in self._missing or bool(own.any()):
-                self._touched.add(part.name)
+            self._touch(part)
         if self._flushed:
             self.mean.finite &= bool(flat.isfinite().all())
 
@@ -178,9 +183,10 @@ class Reducer:
         sent = self._average(list(enumerate(self._all_to_all.finish(exchange))), own)
         given = only(own, sent)
         block, length = self.mean.encode((key, "sum"), given, presence.pack(sent), as_it_is, self.shards.memory, "sum:")
-        ticket = self._all_gather.start(key, subject, block, length)
-        yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
-        for rank, message in enumerate(self._all_gather.finish(ticket)):
+        # Shards differ in length, so that an all-gather, whose blocks are as long as the longest, would send more.
+        everyone = self._all_to_all.start((key, "sum"), subject, [block] * self.link.world, [length] * self.link.world)
+        yield Pause((lambda: self._all_to_all.ready(everyone)) if last else None)
+        for rank, message in enumerate(self._all_to_all.finish(everyone)):
             self._average([(rank, message)], owned[rank])
 
     def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Job:
@@ -193,7 +199,6 @@ class Reducer:
         summed, work = host.reduce_scatter(flat.view(-1).to(host.device))
         yield Pause(None)
         host.wait(work)
-        self._missing.clear()  # it may have a gradient on another rank of the host
         _take(summed.cpu() / host.world, own)
         yield from self._among_all(key, own, last=False)
         row = torch.zeros(longest + 1)
@@ -205,7 +210,13 @@ class Reducer:
         for arrived, cut in zip(gathered.cpu().view(host.world, longest + 1), cuts, strict=True):
             _take(arrived, cut)
             self.mean.finite &= not arrived[-1]
-        self._touched.update(part.name for part in parts)
+        for part in parts:
+            self._touch(part)
+
+    def _touch(self, part: Part) -> None:
+        """It has a mean, of which others do not say who contributed: a gradient, unless nobody had one."""
+        if part.name not in self._missing or bool(as_it_is(part).any()):
+            self._touched.add(part.name)
 
     # ── tensors that are not there ──
 
@@ -215,7 +226,7 @@ class Reducer:
         return self.mean.encode(key, only(pieces, present), presence.pack(present))
 
     def _present(self, part: Part) -> bool:
-        if part.name in self._missing:
+        if part.name in self._missing and self.host is None:  # another rank of the host may have a gradient
             return False
         if part.name in self.mean.factors or not presence.is_zero(part.of(part.tensor)):
             return True
@@ -237,17 +248,27 @@ class Reducer:
             sent = [True] * len(parts)
             self.mean.average(pieces, [(rank, frames) for rank, _, frames in opened])
         else:
-            sent = np.any([present for _, present, _ in opened], axis=0).tolist()
-            for part in parts:
-                part.of(part.tensor).zero_()
+            sent = [False] * len(parts)
             for rank, present, frames in opened:
-                given = [_like(piece) for piece in only(pieces, present)]
-                self.mean.average(given, [(rank, frames)])
-                where = [part for part, here in zip(parts, present, strict=True) if here]
-                for part, own in zip(where, (p for piece in given for p in piece.parts), strict=True):
-                    part.of(part.tensor).add_(own.tensor.view(part.of(part.tensor).shape), alpha=1 / len(arrived))
+                found = self._opened(rank, frames, only(pieces, present), 1 / len(arrived))
+                for i in (i for i, here in enumerate(present) if here):
+                    own = as_it_is(parts[i])
+                    values = next(found).view(own.shape)
+                    own.add_(values) if sent[i] else own.copy_(values)  # as if all ranks had sent all parts
+                    sent[i] = True
+            for part, here in zip(parts, sent, strict=True):
+                if not here:
+                    as_it_is(part).zero_()
         self._touched.update(part.name for part, here in zip(parts, sent, strict=True) if here)
         return sent
+
+    def _opened(self, rank: int, frames: np.ndarray, pieces: list[Piece], weight: float) -> Iterator[torch.Tensor]:
+        """What a message says of each part, weighted."""
+        wide = [torch.promote_types(piece.parts[0].tensor.dtype, torch.float32) for piece in pieces]
+        targets = [torch.empty(sum(piece.sizes), dtype=dtype) for piece, dtype in zip(pieces, wide, strict=True)]
+        self.mean.decode(rank, frames, pieces, targets, weight, accumulate=False)
+        for piece, target in zip(pieces, targets, strict=True):
+            yield from target.split(piece.sizes)
 
     # ── what is kept ──
 
@@ -265,23 +286,43 @@ class Reducer:
     def state_dict(self) -> dict[str, Any]:
         """Memories of this rank, so that the mean over all ranks is what has not reached the parameters yet."""
         state = self.mean.state_dict()
-        on_host = self.host.world if self.host else 1
-        if on_host > 1:  # each of them remembers for its own shard, on behalf of all
-            state["memory"] = {name: e * on_host for name, e in state["memory"].items()}
+        if self.host is not None:  # each of its ranks remembers for its own shard, on behalf of all
+            mean, own = self.mean, state["memory"]
+            kept = (name for name, shape in mean.shapes.items() if own_recipe(name, shape.numel(), mean.recipes).decay)
+            state["memory"] = {name: own.get(name, torch.zeros(mean.shapes[name])) * self.host.world for name in kept}
         memory = self.shards.state_dict(self.mean.scale)
         return {**state, **({"shards": memory} if memory else {})}
 
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
-        on_host = self.host.world if self.host else 1
-        if on_host > 1 and isinstance(state.get("memory"), dict):
-            state = {**state, "memory": {name: e / on_host for name, e in state["memory"].items()}}
         self.mean.load_state_dict(state, names)
+        self.link.at_step(self.mean.steps)
         shards_of = state.get("shards", {})
         if self.aggregate == SCATTER_REDUCE:
             self.shards.load_state_dict(shards_of)
-        else:  # the rank sends for itself what it had to send for all
-            for name, memory in shards_of.items():
-                self.mean.residual.memory[name].add_(memory, alpha=self.link.world)
+        else:
+            self._join(shards_of)
+        if self.host is not None:
+            self._share_on_host(self.host)
+
+    def _join(self, shards_of: Mapping[str, torch.Tensor]) -> None:
+        """The rank sends for itself what it had to send for all."""
+        for name, memory in shards_of.items():
+            own = self.mean.residual.memory.setdefault(name, torch.zeros(memory.shape))
+            own.add_(memory, alpha=self.link.world)
+
+    def _share_on_host(self, host: Link) -> None:
+        """Each rank remembers for its own shard what the ranks of the host have left on average, and nothing else."""
+        mean = self.mean
+        for name, shape in mean.shapes.items():
+            if not own_recipe(name, shape.numel(), mean.recipes).decay:
+                continue
+            on_host = mean.residual.memory.pop(name, torch.zeros(shape)).to(host.device)
+            host.wait(host.all_reduce(on_host))
+            own, on_host = torch.zeros(shape), on_host.cpu() / host.world
+            parts = [part for message in messages([(name, own)], mean.recipes) for part in message]
+            for part in shards(parts, host.world, self._host_owners)[host.rank]:
+                part.of(own).copy_(part.of(on_host))
+            mean.residual.memory[name] = own
 
 
 def only(pieces: Sequence[Piece], present: Sequence[bool]) -> list[Piece]:
@@ -299,12 +340,6 @@ def only(pieces: Sequence[Piece], present: Sequence[bool]) -> list[Piece]:
 
 def as_it_is(part: Part) -> torch.Tensor:
     return part.of(part.tensor)
-
-
-def _like(piece: Piece) -> Piece:
-    """The same parts as tensors of their own."""
-    own = [Part(p.name, torch.empty(p.size, dtype=p.tensor.dtype), 0, p.size) for p in piece.parts]
-    return Piece(piece.recipe, piece.codec, own)
 
 
 def _lay_out(row: torch.Tensor, parts: list[Part]) -> None:

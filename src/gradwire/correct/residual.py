@@ -29,7 +29,7 @@ class Residual:
                 f"error memory of {name!r} has shape {tuple(memory.shape)}, its gradient {tuple(gradient.shape)}"
             )
         if name not in self._spare:
-            self._spare[name] = torch.empty_like(memory)
+            self._spare[name] = memory.clone()  # of some tensors only a part is ever sent by this rank
         self._pending.add(name)
         return memory, self._spare[name]
 

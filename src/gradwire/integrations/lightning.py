@@ -1,0 +1,49 @@
+"""PyTorch Lightning: `Trainer(strategy="ddp", callbacks=[Compress("co3")])`.
+
+`DDPStrategy(ddp_comm_hook=…)` is not enough: Lightning registers hooks on GPUs alone, without the model's names and
+without the optimizer, and does not save their state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import ddp
+from ..aggregate.pieces import Spec
+from ..errors import GradwireError
+
+
+class Compress(pl.Callback):
+    """Compresses gradients from the start of `fit` on; error memories of all ranks are in Lightning's checkpoints."""
+
+    def __init__(self, spec: Spec = "co3"):
+        self.spec = spec
+        self.handle: ddp.Handle | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The optimizer's state has been restored by now, and the first batch is still to come."""
+        model = trainer.strategy.model
+        if not isinstance(model, DistributedDataParallel):
+            raise GradwireError(
+                f'Compress needs the strategy "ddp" and has {type(trainer.strategy).__name__}: '
+                f'Trainer(strategy="ddp", devices=…), or leave the callback out'
+            )
+        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        options: dict[str, Any] = {} if scaler is None else {"grad_scaler": scaler}
+        self.handle = ddp.attach(model, self.spec, optimizer=optimizer, **options)
+        if self._saved:
+            self.handle.load_state_dict(self._saved)
+            self._saved = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning asks all ranks and writes what rank 0 says."""
+        return self.handle.all_ranks.state_dict() if self.handle else self._saved or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lightning restores callbacks before it wraps the model."""
+        self._saved = state_dict

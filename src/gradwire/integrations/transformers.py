@@ -1,0 +1,78 @@
+"""Hugging Face Trainer: `trainer.add_callback(Compress(trainer, "co3"))`.
+
+The Trainer does not tell its callbacks which folder it resumes from. So the file with the error memories carries a
+checksum of the parameters that it goes with, and is looked for where they come from by default.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .. import ddp
+from ..aggregate.pieces import Spec
+from ..checkpoint import write_whole
+from ..errors import GradwireError
+
+FILE = "gradwire.pt"  # in the Trainer's checkpoint folders
+
+
+class Compress(TrainerCallback):
+    """Compresses gradients while the Trainer trains; its checkpoints get the error memories of all ranks.
+
+    It takes the trainer, since callbacks are shown the model without its DistributedDataParallel.
+    """
+
+    def __init__(self, trainer: Trainer, spec: Spec = "co3"):
+        self.trainer, self.spec = trainer, spec
+        self.handle: ddp.Handle | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = self.trainer.model_wrapped
+        if not isinstance(model, DistributedDataParallel):
+            raise GradwireError(
+                f"Compress needs DistributedDataParallel, and the Trainer has {type(model).__name__}: "
+                f"start the script with torchrun, or leave the callback out"
+            )
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # out of Accelerate's wrapper
+        scaler = self.trainer.accelerator.scaler
+        options: dict[str, Any] = {} if scaler is None else {"grad_scaler": scaler}
+        self.handle = ddp.attach(model, self.spec, optimizer=optimizer, **options)
+        if state.global_step > 0:
+            folders = [self._folder(args, state), Path(args.resume_from_checkpoint or "")]
+            found = [path for path in (folder / FILE for folder in folders) if path.exists()]
+            saved = [torch.load(path, map_location="cpu", weights_only=True) for path in found]
+            fitting = [s["gradwire"] for s in saved if s["parameters"] == _checksum(self.trainer.model)]
+            if fitting:
+                self.handle.load_state_dict(fitting[0])
+            else:
+                warnings.warn(
+                    f"no error memory of these parameters in {folders[0]}, so that it starts from zero: to resume from "
+                    f"a folder that is not in output_dir, name it in TrainingArguments(resume_from_checkpoint=…) too",
+                    stacklevel=2,
+                )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.handle is None or args.save_only_model:
+            return
+        memories = self.handle.all_ranks.state_dict()
+        if memories:
+            whole = {"parameters": _checksum(self.trainer.model), "gradwire": memories}
+            write_whole(self._folder(args, state) / FILE, whole)
+
+    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+
+
+def _checksum(model: torch.nn.Module) -> int:
+    """Of a few entries of every parameter, which is enough to tell steps and runs apart."""
+    entries = [p.detach().reshape(-1)[:64].float().cpu() for p in model.parameters()]
+    return zlib.crc32(torch.cat(entries).numpy().data)

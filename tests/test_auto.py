@@ -1,0 +1,94 @@
+"""What `auto` decides from the times and errors it is told; the processes that tell it are in test_data_parallel.py."""
+
+from __future__ import annotations
+
+import pytest
+
+import gradwire
+from gradwire import SpecError
+from gradwire.aggregate import auto
+from gradwire.aggregate.auto import CANDIDATES, CHECK, EXACT, Auto
+from gradwire.aggregate.cost import Load, Speed, all_reduce_s
+
+ERRORS = {spec: 0.03 if spec == "co3" else 0.5 for spec in CANDIDATES if spec != EXACT}
+
+
+class Steps:
+    """A training whose steps take as long as the recipe in use makes them."""
+
+    def __init__(self, seconds: dict[str, float], target: float = 0.1, exact_seconds: float = 0.0):
+        self.seconds = seconds
+        self.used: list[str] = []
+        self.auto = Auto(lambda values: values, lambda: exact_seconds, target)
+
+    def run(self, steps: int) -> str:
+        for _ in range(steps):
+            errors = ERRORS if self.auto.measuring else {}
+            self.used.append(self.auto.spec)
+            self.auto.step_done(self.seconds.get(self.auto.spec, 1.0), errors)
+        return self.auto.spec
+
+
+@pytest.mark.parametrize(
+    ("seconds", "target", "best"),
+    [
+        ({"co3": 0.1, EXACT: 0.5}, 0.1, "co3"),
+        ({"co3": 0.5, EXACT: 0.1}, 0.1, EXACT),
+        ({"co3": 0.1, EXACT: 0.101}, 0.1, EXACT),  # as fast, and exact
+        ({"co3": 0.1, "ecq:rate=1": 0.01, EXACT: 0.5}, 0.1, "co3"),  # the other one's error is too large
+        ({"co3": 0.1, "ecq:rate=1": 0.01, EXACT: 0.5}, 1.0, "ecq:rate=1"),
+        ({"co3": 0.1, EXACT: 0.5}, 0.0, EXACT),
+    ],
+)
+def test_the_fastest_with_a_small_enough_error(seconds: dict[str, float], target: float, best: str) -> None:
+    training = Steps(seconds, target)
+    assert training.run(60) == best
+    assert training.auto.settled
+    if target < 0.5:
+        assert set(training.used) <= {"co3", EXACT}, "what would be left out is not even tried"
+
+
+def test_plain_all_reduce_is_not_tried_where_its_bytes_alone_take_too_long() -> None:
+    training = Steps({"co3": 0.1, EXACT: 4.0}, exact_seconds=3.9)
+    assert training.run(60) == "co3"
+    assert EXACT not in training.used
+
+
+def test_a_changed_link_is_noticed() -> None:
+    training = Steps({"co3": 0.1, EXACT: 0.5})
+    assert training.run(60 + CHECK) == "co3"
+    training.seconds = {"co3": 0.06, EXACT: 0.02}
+    assert training.run(5 * CHECK) == EXACT
+    training.seconds = {"co3": 0.1, EXACT: 0.5}
+    assert training.run(5 * CHECK) == "co3"
+
+
+def test_a_slow_step_now_and_then_is_not_a_change() -> None:
+    training = Steps({"co3": 0.1, EXACT: 0.5})
+    training.run(60 + CHECK)
+    training.used.clear()
+    for _ in range(5):
+        training.run(CHECK - 5)
+        for _ in range(5):
+            training.auto.step_done(3.0, {})
+    assert training.auto.settled and set(training.used) == {"co3"}
+
+
+def test_its_spec() -> None:
+    assert auto.parse("auto") == 0.1
+    assert auto.parse("auto:error=0.5") == 0.5
+    assert auto.parse("co3") is None
+    for wrong in ("auto:eror=1", "auto:error=x", "auto:error=-1"):
+        with pytest.raises(SpecError):
+            auto.parse(wrong)
+    with pytest.raises(SpecError, match="attach"):
+        gradwire.recipe("auto")
+
+
+def test_costs() -> None:
+    """By hand: 1 MB of frames in 4 messages at 100 MB/s, 1 ms a round."""
+    speed, load = Speed(1e-3, 1e8), Load(1e6, 4, 10e-3, 5e-3)
+    assert load.all_gather_s(speed, 2) == pytest.approx(4e-3 + 10e-3 + 10e-3 + 10e-3)
+    assert load.scatter_reduce_s(speed, 2) == pytest.approx(8e-3 + 10e-3 + 15e-3 + 10e-3)
+    assert load.all_gather_s(speed, 16) > load.scatter_reduce_s(speed, 16)
+    assert all_reduce_s(10**6, speed, 2) == pytest.approx(2e-3 + 40e-3)

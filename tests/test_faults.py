@@ -1,0 +1,277 @@
+"""Ranks that are lost, and ranks that disagree: every survivor is told which rank it is and why, and nobody hangs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from fault_trials import KILL, STOP, Outcome, Trial, run, varied
+from gradwire import AggregateError
+from gradwire.aggregate import board, handshake, lost, roll_call
+from gradwire.aggregate.handshake import compare, differences
+from gradwire.aggregate.roll_call import ALIVE, GONE, SILENT, RollCall
+
+# ── killed and stopped in real processes ──────────────────────────────────────────────────────────
+
+TRIALS = (
+    Trial(KILL, 2, 0, "backward", store="tcp", ending="exit"),
+    Trial(KILL, 4, 1, "backward", store="file", ending="linger"),  # a ring: rank 3 has no connection to rank 1
+    Trial(KILL, 3, 2, "any moment", "DataParallel scatter", ending="destroy group"),
+    Trial(STOP, 3, 0, "forward", store="tcp", ending="exit"),  # the host of the store
+    Trial(STOP, 2, 1, "between steps", "LocalSGD", store="file", ending="destroy group"),
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Trial, list[Outcome]]:
+    """All at the same time: they mostly wait."""
+    with ThreadPoolExecutor(len(TRIALS)) as pool:
+        return dict(zip(TRIALS, pool.map(run, TRIALS), strict=True))
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.fault} of rank {t.victim} of {t.world} in {t.place}")
+def test_survivors_are_told(outcomes, trial):
+    assert len(outcomes[trial]) == trial.world - 1
+    problems = [(o.problem(trial), o) for o in outcomes[trial] if o.problem(trial)]
+    assert not problems, problems
+
+
+def test_survivors_of_a_killed_rank_need_not_wait_for_the_timeout(outcomes):
+    """Those whose connections are intact hear of it from the others."""
+    for outcome in outcomes[TRIALS[1]]:
+        assert outcome.seconds < 2, outcome
+
+
+@pytest.mark.slow
+def test_many_trials():
+    with ThreadPoolExecutor(2) as pool:
+        trials = list(varied(20, seed=1))
+        for trial, survivors in zip(trials, pool.map(run, trials), strict=True):
+            assert not [o for o in survivors if o.problem(trial)], (trial, survivors)
+
+
+# ── the handshake ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Room:
+    """Ranks in threads, which gather over a list."""
+
+    def __init__(self, world: int):
+        self.messages: list[bytes] = [b""] * world
+        self.sizes: list[int] = []  # of each round
+        self.barrier = threading.Barrier(world, timeout=10)
+
+    def link(self, rank: int) -> Room:
+        link = Room.__new__(Room)
+        link.__dict__.update(vars(self), rank=rank, world=len(self.messages))
+        return link
+
+    def gather_short(self, message: bytes) -> list[bytes]:
+        self.messages[self.rank] = message
+        self.barrier.wait()
+        gathered = list(self.messages)
+        if self.rank == 0:
+            self.sizes.append(len(message))
+        self.barrier.wait()
+        assert len({len(m) for m in gathered}) == 1, "Gloo wants them equally long"
+        return gathered
+
+
+def meet(facts: list[dict[str, str]], tensors: list[dict[str, str]], names: list[int] | None = None):
+    """What each rank raised, and how many bytes each round had."""
+    room, world = Room(len(facts)), len(facts)
+
+    def attach(rank: int) -> str:
+        try:
+            compare(room.link(rank), facts[rank], tensors[rank], RollCall(rank, names or range(world)))
+        except AggregateError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(attach, range(world))), room.sizes
+
+
+MODEL = {"first.weight": "float32 (70, 20)", "head.weight": "float32 (10, 64)", "head.bias": "float32 (10,)"}
+
+
+def test_agreement_costs_one_short_round():
+    errors, sizes = meet([{"spec": "co3"}] * 3, [MODEL] * 3)
+    assert errors == ["", "", ""]
+    assert sizes == [96]
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensors", "expected"),
+    [
+        ([{"spec": "co3"}, {"spec": "co3:format=fp8"}], [MODEL] * 2, "rank 1 has spec co3:format=fp8, rank 0 co3:"),
+        ([{"spec": "ecq"}, {"spec": "co3"}, {"spec": "co3"}], [MODEL] * 3, "rank 0 has spec ecq, rank 1 co3:"),
+        ([{}] * 3, [MODEL, MODEL, {n: t for n, t in MODEL.items() if n != "head.bias"}],
+         "rank 2 has no parameter 'head.bias':"),
+        ([{}] * 3, [{**MODEL, "extra": "float32 (1,)"}, MODEL, MODEL],
+         "rank 0 has a parameter 'extra', the others do not:"),
+        ([{}] * 2, [MODEL, {**MODEL, "head.weight": "float32 (100, 64)"}],
+         "rank 1 has head.weight as float32 (100, 64), rank 0 float32 (10, 64):"),
+        ([{}] * 2, [MODEL, dict(reversed(MODEL.items()))], "rank 1 has the same parameters in another order:"),
+    ],
+)  # fmt: skip
+def test_all_ranks_are_told_who_differs_in_what(facts, tensors, expected):
+    errors, _ = meet(facts, tensors)
+    assert len(set(errors)) == 1, "the same on all ranks"
+    assert errors[0].startswith(expected), errors[0]
+    assert "the same model, the same spec" in errors[0]
+
+
+def test_ranks_of_a_subgroup_have_their_own_numbers():
+    errors, _ = meet([{"spec": "co3"}, {"spec": "ecq"}], [MODEL] * 2, names=[4, 6])
+    assert errors[0].startswith("rank 6 has spec ecq, rank 4 co3")
+
+
+def test_many_differences_are_counted():
+    other = {f"layer{i}": "float32 (2,)" for i in range(50)}
+    found = differences([{}] * 2, [other, dict.fromkeys(other, "float32 (3,)")], [0, 1])
+    assert len(found) == 50
+    errors, _ = meet([{}] * 2, [other, dict.fromkeys(other, "float32 (3,)")])
+    assert errors[0].count("rank 1 has") == handshake.MOST
+    assert "and 44 more differences" in errors[0]
+
+
+def hello_of(version: bytes, layout: int = 1, magic: bytes = b"GWHS") -> bytes:
+    """As docs/wire-format.md has it."""
+    return magic + bytes([layout, 0]) + bytes(18) + bytes(16) + bytes(4) + version.ljust(20, b"\0") + bytes(32)
+
+
+@pytest.mark.parametrize(
+    ("hello", "expected"),
+    [
+        (hello_of(b"0.2.0"), "rank 1 runs gradwire 0.2.0, rank 0 "),
+        (hello_of(b"7.0.0", layout=9), "rank 1 runs gradwire 7.0.0, rank 0 "),
+        (b"\x01" * 96, "rank 1 sent something else than gradwire's handshake"),
+    ],
+)
+def test_other_versions_are_recognized(hello, expected):
+    class Link:
+        rank, world = 0, 2
+
+        def gather_short(self, message: bytes) -> list[bytes]:
+            assert len(message) == len(hello)
+            return [message, hello]
+
+    with pytest.raises(AggregateError, match=expected):
+        compare(Link(), {}, MODEL, RollCall(0, [0, 1]))
+
+
+# ── the roll call ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[RollCall]:
+    """Three that have met, each in step 7 and waiting."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = [RollCall(rank, range(3)) for rank in range(3)]
+    for rank in found:
+        rank.at(lost.WAITING, step=7)
+        rank.meet([r.address for r in found], found[0].board.token)
+    deadline = time.monotonic() + 5
+    while not all(rank.reaches_all for rank in found) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(rank.reaches_all for rank in found)
+    return found
+
+
+def explain(rank: RollCall, error: str = "Connection closed by peer") -> str:
+    start = time.monotonic()
+    cause = lost.explain(rank, RuntimeError(error), timeout=30)
+    assert time.monotonic() - start < roll_call.PATIENCE + 1
+    return cause
+
+
+def vanish(rank: RollCall) -> None:
+    """Its process is killed: nobody listens any more."""
+    board.close(rank._listener)
+
+
+def test_who_is_gone_is_named_at_once(ranks):
+    vanish(ranks[1])
+    assert ranks[0].ask() == {1: GONE, 2: ALIVE}
+    assert explain(ranks[0]).startswith(
+        "rank 1 is gone: its process was killed or has ended, or it has dropped the model (Connection"
+    )
+    assert ranks[2].somebody_failed()
+
+
+def test_a_survivor_that_has_ended_is_not_named(ranks):
+    vanish(ranks[1])
+    assert "rank 1 is gone" in explain(ranks[0])
+    vanish(ranks[0])
+    cause = explain(ranks[2])
+    assert "rank 1 is gone" in cause
+    assert "rank 0" not in cause
+
+
+def test_who_accepts_and_does_not_answer_is_stopped(ranks):
+    silent = socket.create_server(("127.0.0.1", 0))
+    ranks[0]._addresses[1] = silent.getsockname()
+    assert ranks[0].ask(0.5) == {1: SILENT, 2: ALIVE}
+    cause = explain(ranks[0], "Timed out waiting 30000ms for recv operation to complete")
+    assert cause.startswith("rank 1 does not answer within 30 s: its process is stopped or hangs (Timed out")
+
+
+def test_the_cause_that_another_rank_found_is_handed_on(ranks):
+    """Only the owner of a shard sees that a message is damaged; the others see that it leaves."""
+    ranks[2].tell("rank 1 sent what this rank cannot use (checksum mismatch)")
+    vanish(ranks[2])
+    assert explain(ranks[0]).startswith("rank 1 sent what this rank cannot use (checksum mismatch)")
+
+
+def test_who_is_late_is_named_with_its_step(ranks):
+    ranks[1].at("computes", step=6)
+    cause = explain(ranks[0], "Timed out waiting 30000ms for recv operation to complete")
+    assert "not all ranks have come to the exchange within 30 s: rank 0 waits for the others in step 7" in cause
+    assert "rank 1 is alive and computes in step 6" in cause
+    assert "rank 2" not in cause
+    assert "rank 1 is alive and computes in step 6" in explain(ranks[2])
+    ranks[1].at(lost.WAITING, step=7)  # it comes when the others have left
+    vanish(ranks[0])
+    vanish(ranks[2])
+    assert "rank 1 is alive and computes in step 6" in explain(ranks[1])
+
+
+def test_nobody_is_blamed_who_could_never_be_reached(ranks):
+    ranks[0]._reached.clear()
+    vanish(ranks[1])
+    assert "nobody knows which one" in explain(ranks[0])
+
+
+def test_a_failure_is_looked_into_once(ranks):
+    vanish(ranks[1])
+    first = explain(ranks[0])
+    vanish(ranks[2])
+    assert explain(ranks[0], "another bucket").split(" (")[0] == first.split(" (")[0]
+
+
+def test_strangers_learn_nothing(ranks):
+    """Without the token there is no answer, and nothing is believed."""
+    host, port = ranks[0]._addresses[1]
+    report = board.Board(bytes(16), board.Report(2, failed=True, cause="lies")).report()
+    for message in (report, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096):
+        with socket.create_connection((host, port), timeout=2) as stranger:
+            stranger.sendall(message)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    assert ranks[0].ask() == {1: ALIVE, 2: ALIVE}
+    assert not ranks[1].somebody_failed()
+
+
+def test_the_socket_is_closed_with_its_owner(ranks):
+    listener = ranks[2]._listener
+    ranks.clear()
+    deadline = time.monotonic() + 5
+    while listener.fileno() != -1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert listener.fileno() == -1
