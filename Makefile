@@ -12,7 +12,7 @@ demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
 
 test: $(VENV)/.test        ## all tests, two at a time
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, both aggregations, 2 to 4 ranks
 	$(BIN)/python tests/nightly_replicas.py

@@ -4,11 +4,12 @@ pytest                          everything but the slow tests
 pytest --slow                   the slow ones too: tensors of more than 2³¹ entries, up to 12 GB of memory
 GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
 HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
-pytest -n 2 --dist loadgroup    two tests at a time, as `make test` has it; of those with ranks, one
+pytest -n 2                     two tests at a time, as `make test` has it; of those with ranks, one
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 
@@ -30,17 +31,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs much memory or time; runs only with --slow")
-    config.addinivalue_line("markers", "xdist_group: tests that one worker of pytest-xdist runs, one after the other")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
-        if hasattr(item.module, "launch"):
-            # Ranks share one launch within a module, and have timeouts: they want the cores to themselves.
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """One worker runs all modules that launch ranks, and begins with them: tests of a module share one launch, and
+    ranks, which have timeouts, do not compete with other ranks. All other tests go to whoever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def launches(path: str) -> bool:
+        return "launch(" in (config.rootpath / path).read_text()
+
+    class RanksTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if launches(nodeid.partition("::")[0]) else nodeid
+
+    return RanksTogether(config, log)
 
 
 @pytest.fixture(params=BACKENDS, scope="module")

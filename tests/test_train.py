@@ -164,7 +164,8 @@ def stray(rank: int, folder: Path) -> list[str]:
 
 
 def test_a_stray_replica_is_an_error(tmp_path: Path) -> None:
-    assert launch(stray, tmp_path, seconds=60) == [["replicas differ: rank 1 has other parameters than rank 0"]] * WORLD
+    told = ["replicas differ: rank 1 has other parameters than rank 0"]
+    assert launch(stray, tmp_path, seconds=60) == [told] * WORLD
 
 
 # ── stop and resume ──

@@ -46,8 +46,8 @@ class State(Gradients):
         super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
-        self._plain: list[torch.futures.Future] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
+        self._plain: list[torch.futures.Future] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

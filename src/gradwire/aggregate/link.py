@@ -48,11 +48,10 @@ class Link:
         backend = dist.get_backend_config(given.group)
         attendance = Attendance(given.group, given.rank, given.world)
         try:
-            if len(ranks) == dist.get_world_size():
-                link = cls(dist.new_group(ranks, timeout, backend))
-            else:
+            everyone = len(ranks) == dist.get_world_size()
+            if not everyone:
                 given._count_groups_alike()
-                link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+            link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=not everyone))
         except RuntimeError as error:
             raise attendance.missed(error, ranks, timeout.total_seconds()) from error
         link._attendance = attendance
