@@ -81,7 +81,7 @@ class Contestant:
 
     def settled(self) -> bool:
         """Whether `auto` has ended its search."""
-        return bool(self.handle.gradients.auto.settled)
+        return bool(self.handle.gradients.tuner.auto.settled)
 
     def choice(self) -> str:
         """The recipe that `auto` has settled on, and how frames meet, where handles tell it."""

@@ -311,7 +311,7 @@ def figures(rank: int) -> None:
 def auto(rank: int) -> None:
     """Over loopback nothing beats plain all-reduce; a step with it is exact, what was left goes with it."""
     model = make("auto")
-    for step in range(20):
+    for step in range(24):
         before = unsent(model) if model.gradwire.state_dict()["memory"] else {}
         used = model.gradwire.recipe
         true = mean_of(true_gradients(model, rank, step))
@@ -321,8 +321,8 @@ def auto(rank: int) -> None:
             found = gradients_of(model)
             assert all(close(found[n], true[n] + before.get(n, 0)) for n in found)
             assert not model.gradwire.state_dict()["memory"]
-    assert model.gradwire.gradients.auto.settled
-    assert {t.spec for t in model.gradwire.gradients.auto.trials} == {"co3", "exact"}
+    assert model.gradwire.gradients.tuner.auto.settled
+    assert {t.spec for t in model.gradwire.gradients.tuner.auto.trials} == {"co3", "exact"}
     check_raises(SpecError, "not part of a dict", lambda: make({"*": "auto"}))
 
 

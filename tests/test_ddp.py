@@ -358,7 +358,7 @@ def test_saved_memory_goes_on_where_it_was(good):
 def growth(rank: int) -> dict[str, object]:
     """No gradient at all until every bucket has agreed on a small capacity; then the full one."""
     model = make_ddp()
-    handle = gradwire.ddp.attach(model, "co3")
+    handle = gradwire.ddp.attach(model, "co3", aggregate="all_gather")
     parts: list[str] = []
     gather = handle.state.reducer._all_gather
     all_gather, gather_short = gather.link.all_gather, gather.link.gather_short

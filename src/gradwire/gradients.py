@@ -8,8 +8,6 @@ same ranks, so that nothing of the training comes between its collectives, and c
 from __future__ import annotations
 
 import os
-import struct
-import time
 import weakref
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
@@ -19,20 +17,18 @@ import torch
 import torch.distributed as dist
 
 from .aggregate import auto
-from .aggregate.auto import Auto
-from .aggregate.cost import Load, Speed, all_reduce_s
 from .aggregate.handshake import Facts, describe
 from .aggregate.link import Link
 from .aggregate.mean import Mean
-from .aggregate.pieces import Spec, parse_spec, spec_text
-from .aggregate.reducer import ALL_GATHER, ALL_REDUCE, SCATTER_REDUCE, Reducer
+from .aggregate.pieces import Spec, spec_text
+from .aggregate.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
 from .errors import SpecError, unknown_name
 from .memories import AllRanks, own_part, refuse_pickling
 from .monitor import Error, Monitor, nmse
 from .recipe import Recipe
+from .tuning import Tuner
 
-STEPS_TO_LEARN = 2  # from which the cost model takes its figures
 AGGREGATIONS = ("auto", ALL_GATHER, SCATTER_REDUCE, "hierarchical")
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -66,15 +62,11 @@ def named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parame
 
 class Gradients:
     def __init__(self, spec: Spec, parameters: Named | None, group: dist.ProcessGroup | None, options: Options):
-        target = auto.parse(spec) if isinstance(spec, str) else None
-        self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target)
-        self.mean = Mean(spec if self.auto is None else self.auto.spec)
-        self._spec_text = spec_text(self.mean.recipes) if self.auto is None else str(spec)
+        self._target = auto.parse(spec) if isinstance(spec, str) else None  # the error that `auto` may make
+        self.mean = Mean(spec if self._target is None else auto.CANDIDATES[0])
+        self._spec_text = spec_text(self.mean.recipes) if self._target is None else str(spec)
         self.options = options
         self.monitor: Monitor | None = None
-        self._speed: Speed | None = None
-        self._since: dict[str, float] = {}  # figures when the recipe was last changed
-        self._ended = 0.0  # when the last step did
         self._errors: dict[str, Error] = {}  # of the last step in which they were measured
         self.dense_bytes = 0
         self._group = group
@@ -82,6 +74,7 @@ class Gradients:
         self._names: dict[int, str] = {}
         self._link: Link | None = None
         self._reducer: Reducer | None = None
+        self._tuner: Tuner | None = None
         self._takeover: Takeover | None = None
         for chosen in self.mean.recipes.values():
             _check_for_every_step(chosen, parameters is not None)
@@ -110,6 +103,12 @@ class Gradients:
         return self._reducer
 
     @property
+    def tuner(self) -> Tuner:
+        self.connect()
+        assert self._tuner is not None
+        return self._tuner
+
+    @property
     def link(self) -> Link:
         """Among all ranks."""
         self.connect()
@@ -134,14 +133,11 @@ class Gradients:
         aggregate = self.options.aggregate
         if aggregate == "hierarchical":
             host, link = _by_host(link)
-        aggregate_is_open = aggregate in ("auto", "hierarchical")
-        if aggregate_is_open:
-            aggregate = ALL_GATHER
-        reducer = Reducer(self.mean, link, aggregate, host)
+        is_open = aggregate in ("auto", "hierarchical")
+        reducer = Reducer(self.mean, link, ALL_GATHER if is_open else aggregate, host)
         if self.options.grad_scaler is not None:
             reducer.scale = self.options.grad_scaler.get_scale
-        if self.auto is not None or (aggregate_is_open and link.world > 2):
-            self._speed = Speed.measure(self._link)
+        self._tuner = Tuner(self.mean, self._link, reducer, self._target, is_open)
         return reducer
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -154,8 +150,9 @@ class Gradients:
         if self._takeover is not None:
             self.mean.factors = self._by_name(self._takeover.factors())
         self.dense_bytes += sum(4 * tensor.numel() for _, tensor in tensors)
-        if self.mean.measured is None:
-            self._measure_if_due()
+        due = self.monitor is not None and self.monitor.due(self.steps + 1)
+        if self.mean.measured is None and (self.tuner.step_begins() or due):
+            self.mean.measured = {}
         self.reducer.submit(key, tensors, missing)
 
     def finish_step(self) -> set[str]:
@@ -164,74 +161,24 @@ class Gradients:
         self.step_done()
         return touched
 
-    # ── what is learned from it ──
-
-    def _measure_if_due(self) -> None:
-        if self.auto is not None and self.auto.measuring:
-            self.mean.rivals = {s: (parse_spec(s), Error()) for s in auto.CANDIDATES if s != auto.EXACT}
-        if self.mean.rivals or (self.monitor is not None and self.monitor.due(self.steps + 1)):
-            self.mean.measured = {}
-
     def step_done(self) -> None:
-        now = time.perf_counter()
-        seconds, self._ended = now - self._ended, now
         measured, self.mean.measured = self.mean.measured, None
         if measured is not None:
             self._errors = measured
         if self.monitor is not None and self.monitor.due(self.steps):
             self.monitor.write(self.steps, self.stats(), self._errors)
-        if self.options.aggregate in ("auto", "hierarchical") and self.exchanges == STEPS_TO_LEARN:
-            self._choose_aggregate()
-        if self.auto is not None and seconds < now:  # not the first, before which there was none
-            before = self.auto.spec
-            self.auto.step_done(seconds, {spec: nmse([error]) for spec, (_, error) in self.mean.rivals.items()})
-            self.mean.rivals = {}
-            if self.auto.spec != before:
-                self._use(self.auto.spec)
+        self.tuner.step_done()
 
     @property
     def plain(self) -> bool:
-        """Whether `auto` has found, or is trying, that nothing beats all-reduce."""
-        return self.auto is not None and self.auto.spec == auto.EXACT and self._reducer is not None
+        """Whether nothing beats all-reduce here, or that is being tried."""
+        return self.tuner.plain
 
     def count_plain(self, size: int) -> None:
         """Bytes that were all-reduced by others."""
         self.dense_bytes += size
         self.mean.frame_bytes += size
         self.link.count_all_reduce(size)
-
-    @property
-    def exchanges(self) -> int:
-        """Steps since the recipe was last changed."""
-        return self.steps - int(self._since.get("steps", self._steps_before))
-
-    def _use(self, spec: str) -> None:
-        if spec != auto.EXACT:
-            self.mean.use(spec)
-        self.reducer.use(ALL_REDUCE if spec == auto.EXACT else ALL_GATHER)
-        self._since = {"steps": self.steps, **self.mean.stats()}
-
-    def _choose_aggregate(self) -> None:
-        """By the cost model, from what the first steps took on the slowest rank."""
-        reducer, world = self.reducer, self.reducer.link.world
-        if self._speed is None or world <= 2 or reducer.aggregate != ALL_GATHER:
-            return
-        since = {key: value - self._since.get(key, 0) for key, value in self.mean.stats().items()}
-        own = [since["frame_bytes"], reducer.messages, since["encode_s"], since["decode_s"] / world]
-        most = self._largest([value / self.exchanges for value in own])
-        load = Load(*most)
-        if load.scatter_reduce_s(self._speed, world) < load.all_gather_s(self._speed, world):
-            reducer.use(SCATTER_REDUCE)
-
-    def _largest(self, values: list[float]) -> list[float]:
-        """Of all ranks, one by one."""
-        packed = struct.Struct(f"<{len(values)}d")
-        everyone = [packed.unpack(other) for other in self.link.gather_short(packed.pack(*values))]
-        return [max(column) for column in zip(*everyone, strict=True)]
-
-    def _exact_seconds(self) -> float:
-        assert self._speed is not None
-        return all_reduce_s(self.mean.total, self._speed, self.reducer.world)
 
     def abandon_step(self, error: BaseException | None = None) -> None:
         if self._reducer is not None:
@@ -263,6 +210,7 @@ class Gradients:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reducer.load_state_dict(state, set(self._names.values()))
         self._steps_before = self.steps
+        self.tuner.loaded()
 
     def open(self) -> None:
         """Take over the optimizer's momentum, where a recipe masks it."""
@@ -291,8 +239,9 @@ class Handle:
     @property
     def recipe(self) -> str:
         """What is in use: the spec, of one name or by patterns; with `auto`, its choice, or "exact" for all-reduce."""
-        if self.gradients.auto is not None:
-            return self.gradients.auto.spec
+        chosen = self.gradients.tuner.auto
+        if chosen is not None:
+            return chosen.spec
         recipes = self.gradients.mean.recipes
         return str(recipes["*"]) if list(recipes) == ["*"] else str({p: str(r) for p, r in recipes.items()})
 

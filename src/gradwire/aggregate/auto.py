@@ -22,7 +22,7 @@ CANDIDATES = (
     EXACT,  # the last, since it may be left out as hopeless
 )
 DEFAULT_ERROR = 0.1
-SKIPPED, TIMED = 3, 5  # steps of a trial
+SKIPPED, TIMED = 5, 5  # steps of a trial; in the first ones the aggregation is chosen, and lengths are agreed on
 CHECK = 32  # steps between looks at whether anything has changed
 CHANGED = 1.3  # times slower or faster
 NEARLY = 1.03  # times as slow as the fastest: then the one with the smaller error is taken
