@@ -350,12 +350,14 @@ def checkpoints(rank: int) -> None:
     handle = gradwire.fsdp.attach(model, "co3")
     for step in range(2):
         backward(model, rank, step)
-    saved = handle.state_dict()
+    saved, of_all = handle.state_dict(), handle.all_ranks.state_dict()
     assert {n: e.shape for n, e in saved["memory"].items()} == {n: p.shape for n, p in model.named_parameters()}
     straight = digest(backward(model, rank, 2))
 
     other = sharded(**options)
     handle = gradwire.fsdp.attach(other, "co3")
+    handle.load_state_dict(gathered(of_all)[0])
+    assert digest(handle.state_dict()["memory"]) == digest(saved["memory"])
     handle.load_state_dict(saved)
     assert digest(handle.state_dict()["memory"]) == digest(saved["memory"])
     assert digest(backward(other, rank, 2)) == straight
@@ -382,7 +384,7 @@ def checkpoints(rank: int) -> None:
     check_raises(GradwireError, "has shape (70, 19), not (70, 20)", lambda: handle.load_state_dict(bad))
     bad = {"memory": {"nobody": torch.zeros(1)}}
     check_raises(GradwireError, "does not have: nobody", lambda: handle.load_state_dict(bad))
-    check_raises(GradwireError, "not the state", lambda: handle.load_state_dict({}))
+    check_raises(GradwireError, "not the state", lambda: handle.load_state_dict({"steps": 1}))
 
 
 def attached_and_detached(rank: int) -> None:

@@ -31,6 +31,7 @@ from .correct.flat_memory import FlatMemory
 from .errors import GradwireError, SpecError, unknown_name
 from .fully_shard import Module, modules_of, warn_of_unused, weight_of
 from .gradients import Scaler
+from .memories import AllRanks, own_part
 from .recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -145,7 +146,14 @@ class Handle:
         memory = {name: self._module_of[name].shaped(name, e) for name, e in flat.items()}
         return {"steps": self.frames.mean.steps, "memory": memory}
 
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same for all ranks at once, for checkpoints that rank 0 writes."""
+        return AllRanks(self)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        state = own_part(state)
         memory = state.get("memory")
         if not isinstance(memory, dict):
             raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
