@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import hashlib
 import math
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gradwire
 from gradwire import catalogue, spec, wire
 from gradwire.convert import stored
 from gradwire.convert.job import Converter, Job
@@ -26,6 +28,8 @@ from helpers import bits
 
 WORLD = 3
 Tensors = dict[str, torch.Tensor]
+# Left to itself, it may choose another aggregation after two steps, by the clock, and with it other roundings.
+attach = functools.partial(gradwire.ddp.attach, aggregate="all_gather")
 
 
 def launch(work: Callable[[int, Path], object], folder: Path, seconds: float, world: int = WORLD) -> list[object]:

@@ -31,7 +31,7 @@ def plain(spec: str, **options: object) -> tuple[nn.Module, None]:
 
 def attached(spec: str, **options: object) -> tuple[nn.Module, gradwire.ddp.DDPHandle]:
     model, _ = plain(spec)
-    return model, gradwire.ddp.attach(model, spec, **options)
+    return model, gradwire.ddp.attach(model, spec, **{"aggregate": "all_gather", **options})  # no choice by the clock
 
 
 def scattered(spec: str, **options: object) -> tuple[nn.Module, gradwire.ddp.DDPHandle]:
@@ -39,7 +39,7 @@ def scattered(spec: str, **options: object) -> tuple[nn.Module, gradwire.ddp.DDP
 
 
 def data_parallel(spec: str, **options: object) -> tuple[nn.Module, gradwire.gradients.Handle]:
-    model = gradwire.DataParallel(Layers(4, 20), spec, **options)
+    model = gradwire.DataParallel(Layers(4, 20), spec, aggregate="all_gather", **options)
     return model, model.gradwire
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import AggregateError, GradwireError, SpecError, wire
 from helpers import native
-from ranks import WORLD, Net, Tensors, connect, digest, launch, loss_of
+from ranks import WORLD, Net, Tensors, attach, connect, digest, launch, loss_of
 
 STEPS = 100 if native else 20  # the reference kernels take half a second a step
 DECAY = 0.9
@@ -131,7 +131,7 @@ def test_stats(good):
 def feedback(rank: int) -> list[dict[str, Tensors]]:
     """True gradients, aggregated ones and the memory, step by step, across the rebuilding of the buckets."""
     model = make_ddp()
-    handle = gradwire.ddp.attach(model, "co3")
+    handle = attach(model, "co3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
     for step in range(6):
@@ -169,7 +169,7 @@ def test_nothing_is_lost_across_buckets(good):
 def frames(rank: int) -> dict[str, object]:
     """The messages that arrived in the third step, and the gradients made of them."""
     model = make_ddp()
-    handle = gradwire.ddp.attach(model, "co3")
+    handle = attach(model, "co3")
     for step in range(2):
         backward(model, rank, step)
     arrived: list[tuple[int, bytes, list[list[str]]]] = []
@@ -202,7 +202,7 @@ def test_the_mean_is_that_of_the_decoded_frames(good):
 def nonfinite(rank: int) -> list[dict[str, object]]:
     """Rank 1 has a NaN in one large parameter, then an infinity in a small one; all others are as usual."""
     model = make_ddp()
-    handle = gradwire.ddp.attach(model, "co3")
+    handle = attach(model, "co3")
     bad: dict[str, float] = {}
 
     def spoil(name: str) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -322,17 +322,17 @@ def test_detach_and_attach_again(good):
 def restore(rank: int) -> dict[str, object]:
     """The same two steps, once straight on, once after saving and loading."""
     model = make_ddp()
-    handle = gradwire.ddp.attach(model, "co3")
+    handle = attach(model, "co3")
     for step in range(3):
         backward(model, rank, step)
     saved = copy.deepcopy(handle.state_dict())
     straight = [digest(backward(model, rank, step)) for step in (3, 4)]
-    other = gradwire.ddp.attach(make_ddp(), "co3")
+    other = attach(make_ddp(), "co3")
     other.load_state_dict(saved)
     fresh_memory = digest(memory_of(other)) == digest(saved["memory"])
     handle.load_state_dict(saved)
     loaded = [digest(backward(model, rank, step)) for step in (3, 4)]
-    forgotten = gradwire.ddp.attach(model, "co3")
+    forgotten = attach(model, "co3")
     without = [digest(backward(model, rank, step)) for step in (3, 4)]
     try:
         forgotten.load_state_dict({"memory": {"nobody": torch.zeros(3)}})

@@ -19,6 +19,7 @@ from ranks import (
     Net,
     Tensors,
     add_toy_recipe,
+    attach,
     check_alike,
     check_raises,
     check_scenario,
@@ -69,7 +70,7 @@ def equations_of_dgc(rank: int) -> None:
     for nesterov, decay in ((False, 0.0), (True, 0.0), (False, 0.01)):
         model = make()
         optimizer = sgd(model, nesterov=nesterov, weight_decay=decay)
-        handle = gradwire.ddp.attach(model, {"*.bias": "none", "norm*": "none", "*": SPEC}, optimizer=optimizer)
+        handle = attach(model, {"*.bias": "none", "norm*": "none", "*": SPEC}, optimizer=optimizer)
         expected = copy.deepcopy(model.module)
         plain = [n for n, _ in expected.named_parameters() if n.endswith("bias") or n.startswith("norm")]
         u = {n: [torch.zeros_like(p) for _ in range(WORLD)] for n, p in expected.named_parameters()}
@@ -109,7 +110,7 @@ def what_is_not_masked_is_plain_sgd(rank: int) -> None:
     for options in ({}, {"nesterov": True, "weight_decay": 0.01}, {"weight_decay": 0.01, "maximize": True}):
         model, expected = make(), make()
         optimizer, untouched = sgd(model, lr=0.01, **options), sgd(expected, lr=0.01, **options)
-        handle = gradwire.ddp.attach(model, {"nobody": SPEC, "*": "none"}, optimizer=optimizer)
+        handle = attach(model, {"nobody": SPEC, "*": "none"}, optimizer=optimizer)
         for i in range(5):
             step(model, optimizer, rank, i)
             step(expected, untouched, rank, i)
@@ -120,7 +121,7 @@ def what_is_not_masked_is_plain_sgd(rank: int) -> None:
 def only_one_pattern_masks(rank: int) -> None:
     model = make()
     optimizer = sgd(model)
-    handle = gradwire.ddp.attach(model, {"big.weight": SPEC, "*": "co3"}, optimizer=optimizer)
+    handle = attach(model, {"big.weight": SPEC, "*": "co3"}, optimizer=optimizer)
     for i in range(3):
         step(model, optimizer, rank, i)
     zeros = {name: int((v == 0).sum()) for name, v in velocity_of(handle).items()}
@@ -133,7 +134,7 @@ def rolled_back(rank: int) -> None:
     """A NaN on one rank: velocity and memory of all stay as they were, bit for bit."""
     model = make()
     optimizer = sgd(model)
-    handle = gradwire.ddp.attach(model, {"*.bias": "none", "*": SPEC}, optimizer=optimizer)
+    handle = attach(model, {"*.bias": "none", "*": SPEC}, optimizer=optimizer)
     for i in range(2):
         step(model, optimizer, rank, i)
     before = [digest(handle.state_dict()[key]) for key in ("velocity", "memory")]
@@ -153,7 +154,7 @@ def saved_and_loaded(rank: int) -> None:
     def fresh() -> tuple[DistributedDataParallel, torch.optim.Optimizer, gradwire.ddp.Handle]:
         model = make()
         optimizer = sgd(model)
-        return model, optimizer, gradwire.ddp.attach(model, SPEC, optimizer=optimizer)
+        return model, optimizer, attach(model, SPEC, optimizer=optimizer)
 
     model, optimizer, handle = fresh()
     for i in range(5):
@@ -178,12 +179,12 @@ def taken_and_given_back(rank: int) -> None:
     for i in range(2):
         step(model, optimizer, rank, i)
         step(expected, untouched, rank, i)
-    handle = gradwire.ddp.attach(model, {"nobody": SPEC, "*": "none"}, optimizer=optimizer)
+    handle = attach(model, {"nobody": SPEC, "*": "none"}, optimizer=optimizer)
     for i in range(2, 4):
         step(model, optimizer, rank, i)
         step(expected, untouched, rank, i)
     close(model, expected.module)
-    check_raises(SpecError, "unknown recipe", lambda: gradwire.ddp.attach(model, "nothing", optimizer=optimizer))
+    check_raises(SpecError, "unknown recipe", lambda: attach(model, "nothing", optimizer=optimizer))
     check_raises(
         GradwireError, "another model has taken over", lambda: gradwire.ddp.State(SPEC, model.module, None, optimizer)
     )
@@ -198,8 +199,8 @@ def taken_and_given_back(rank: int) -> None:
         step(model, optimizer, rank, i)
         step(expected, untouched, rank, i)
     close(model, expected.module)
-    again = gradwire.ddp.attach(model, SPEC, optimizer=optimizer)
-    again = gradwire.ddp.attach(model, SPEC, optimizer=optimizer)  # straight after another one
+    again = attach(model, SPEC, optimizer=optimizer)
+    again = attach(model, SPEC, optimizer=optimizer)  # straight after another one
     step(model, optimizer, rank, 7)
     assert len(velocity_of(again)) == 8
     check_alike(model.module)
@@ -209,7 +210,7 @@ def a_step_that_fails(rank: int) -> None:
     """Raises in the middle: the groups have their momentum again when it counts."""
     model = make()
     optimizer = sgd(model)
-    gradwire.ddp.attach(model, SPEC, optimizer=optimizer)
+    attach(model, SPEC, optimizer=optimizer)
     step(model, optimizer, rank, 0)
 
     def closure() -> None:
@@ -233,7 +234,7 @@ def clipping(rank: int) -> None:
     """A tensor's share of the norm, and this rank's of the mean: clip·√(n / total / ranks)."""
     for clip, clipped in ((0.003, True), (1000, False)):
         model = make()
-        handle = gradwire.ddp.attach(model, f"toy:p=1,clip_norm={clip}")
+        handle = attach(model, f"toy:p=1,clip_norm={clip}")
         pushed: Tensors = {}
         handle.state.mean.source = recording(handle.state.mean.source, pushed)
         loss_of(model, rank, 0).backward()
@@ -247,7 +248,6 @@ def clipping(rank: int) -> None:
 def refusals(rank: int) -> None:
     model = make()
     optimizer = sgd(model)
-    attach = gradwire.ddp.attach
     check_raises(SpecError, "pass optimizer=", lambda: attach(model, SPEC))
     check_raises(SpecError, "pass optimizer=", lambda: attach(model, {"big*": SPEC, "*": "co3"}))
     check_raises(SpecError, "pass optimizer=", lambda: gradwire.ddp.State(SPEC, model))
