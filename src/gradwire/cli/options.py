@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import checkpoint, tasks
 from ..errors import GradwireError, unknown_name
+from ..gradients import AGGREGATIONS
 from ..tasks.parallel import spelled_out
 from ..tasks.settings import SHARED, Settings
 
@@ -37,6 +38,7 @@ class Options:
     timeout: float
     sync_every: int | None
     device: str
+    aggregate: str | None
 
 
 def resolve(options: Options) -> tuple[Settings, int | None]:
@@ -47,7 +49,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     _check_values(options)
     saved = checkpoint.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
-    if saved and not set(SHARED) <= set(before):
+    if saved and not set(SHARED) - {"aggregate"} <= set(before):  # older checkpoints have none
         raise checkpoint.CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
     task = options.task or before.get("task", "digits")
     defaults = tasks.find(task).defaults
@@ -72,6 +74,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
         timeout=options.timeout,
         sync_every=options.sync_every or before.get("sync_every"),
         device=options.device,
+        aggregate=options.aggregate or before.get("aggregate", "all_gather"),
         threads=options.threads,
         json=_writable(options.json, "--json"),
         save=_writable(options.save, "--save"),
@@ -90,6 +93,8 @@ def _check_values(options: Options) -> None:
             raise GradwireError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise GradwireError(f"--lr must be above 0, not {options.lr}")
+    if options.aggregate not in (None, *AGGREGATIONS):
+        raise unknown_name("--aggregate", str(options.aggregate), AGGREGATIONS)
     if options.device not in DEVICES:
         raise unknown_name("--device", options.device, DEVICES)
     if not 0.01 <= options.timeout < 1e9:

@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from ..errors import GradwireError
+from ..gradients import AGGREGATIONS
 from ..tasks import TASKS
 from . import launch, worker
 from .options import Options, resolve
@@ -30,6 +31,9 @@ def train(
     lr: Annotated[float | None, Option(help="The highest learning rate. Default: the task's.")] = None,
     sync_every: Annotated[
         int | None, Option(metavar="STEPS", help="Local steps between syncs. Default: the codec's own, mostly 1.")
+    ] = None,
+    aggregate: Annotated[
+        str | None, Option(metavar="HOW", help=f"{', '.join(AGGREGATIONS)}. Default: all_gather, always the same.")
     ] = None,
     seed: Annotated[int | None, Option(help="Of everything random. Default: 0.")] = None,
     data_dir: Annotated[Path, Option(help="Where fashion-mnist and cifar10 are.")] = Path("data"),
@@ -69,7 +73,7 @@ def train(
         raise GradwireError(f"torchrun started {world} workers: leave out --workers {workers}")
     options = Options(
         task, codec, workers, epochs, steps, batch_size, lr, seed, data_dir, json, save, save_every, resume,
-        threads, timeout, sync_every, device,
+        threads, timeout, sync_every, device, aggregate,
     )  # fmt: skip
     settings, workers_before = resolve(options)
     if world:

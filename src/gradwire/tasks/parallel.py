@@ -26,10 +26,10 @@ OWN_BUFFERS: dict[str, Any] = {_SYNC_BUFFERS: False}
 class EveryStep:
     """Gradients are averaged in every step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, codec: str):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, aggregate: str):
         # Statistics of batch normalization are not shared while training; evaluation uses those of rank 0.
         self.forward = DistributedDataParallel(model, **OWN_BUFFERS)
-        self.handle = ddp.attach(self.forward, codec, optimizer=optimizer)
+        self.handle = ddp.attach(self.forward, codec, optimizer=optimizer, aggregate=aggregate)
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -74,16 +74,16 @@ class Delayed:
 
 
 def parallelize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, sync_every: int | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, sync_every: int | None, aggregate: str
 ) -> EveryStep | Delayed:
     """By the recipe's own delay, or the one given."""
     if auto.parse(codec) is not None:
         if (sync_every or 1) > 1:
             raise SpecError("auto compares steps that all exchange: leave out --sync-every")
-        return EveryStep(model, optimizer, codec)
+        return EveryStep(model, optimizer, codec, aggregate)
     if (sync_every or 1) > 1 or recipe(codec).delayed:
         return Delayed(model, optimizer, codec, sync_every)
-    return EveryStep(model, optimizer, codec)
+    return EveryStep(model, optimizer, codec, aggregate)
 
 
 def spelled_out(codec: str) -> str:

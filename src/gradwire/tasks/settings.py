@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # What shapes a run: all workers must agree on it, and a checkpoint carries it.
-SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps", "sync_every")
+SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps", "sync_every", "aggregate")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Settings:
     timeout: float  # seconds that a collective may take
     sync_every: int | None = None  # local steps between syncs; by default the recipe's own
     device: str = "cpu"
+    aggregate: str = "all_gather"  # "auto" goes by the clock, and two runs would not be the same to the bit
     threads: int | None = None
     json: str | None = None
     save: str | None = None
