@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import gc
 import os
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -255,13 +258,12 @@ def other_recipes_by_name(rank: int) -> None:
 
 
 def momentum(rank: int) -> None:
-    model = gradwire.DataParallel(Wide(), "none")
+    model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    corrected = gradwire.DataParallel(model.module, "dgc:warmup=0", optimizer=optimizer)
+    corrected = gradwire.DataParallel(model, "dgc:warmup=0", optimizer=optimizer)
     for step in range(5):
         optimizer.zero_grad()
-        with model.no_sync():
-            loss(corrected, rank, step).backward()
+        loss(corrected, rank, step).backward()
         optimizer.step()
     check_alike(corrected)
     check_raises(SpecError, "pass optimizer=", lambda: gradwire.DataParallel(Wide(), "dgc"))
@@ -326,6 +328,31 @@ def auto(rank: int) -> None:
     check_raises(SpecError, "not part of a dict", lambda: make({"*": "auto"}))
 
 
+def letting_go(rank: int) -> None:
+    """Detached or dropped, the model is each rank's own, and can be wrapped again; its gradients are averaged once."""
+    model = make()
+    alone = model.module
+    check_raises(GradwireError, "averaged twice", lambda: gradwire.DataParallel(alone))
+    loss(model, rank, 0).backward()
+    handle = model.gradwire
+    handle.detach()
+    loss(model, rank, 1).backward()
+    again = gradwire.DataParallel(alone, "ecq")
+    loss(again, rank, 2).backward()
+    assert (handle.stats()["steps"], again.gradwire.stats()["steps"]) == (1, 1)
+    handle, gone = again.gradwire, weakref.ref(again)
+    del again, model
+    gc.collect()
+    assert gone() is None
+    loss(alone, rank, 3).backward()
+    assert handle.stats()["steps"] == 1
+
+    alone.spare.requires_grad_(False)
+    model = gradwire.DataParallel(alone)
+    alone.spare.requires_grad_(True)
+    check_raises(GradwireError, "'spare.weight' was frozen", lambda: loss(model, rank, 4))
+
+
 def refusals(rank: int) -> None:
     check_raises(
         GradwireError, "takes the place", lambda: gradwire.DataParallel(nn.parallel.DistributedDataParallel(Net()))
@@ -335,6 +362,9 @@ def refusals(rank: int) -> None:
     check_raises(GradwireError, "no values yet", lambda: gradwire.DataParallel(nn.LazyLinear(3)))
     check_raises(SpecError, "did you mean 'scatter_reduce'", lambda: make(aggregate="scatter"))
     check_raises(SpecError, "above 0", lambda: make(timeout=0))
+    check_raises(SpecError, "number of seconds", lambda: make(timeout=datetime.timedelta(seconds=60)))
+    check_raises(SpecError, "GradScaler, not bool", lambda: make(grad_scaler=True))
+    check_raises(SpecError, "Optimizer, not list", lambda: make("dgc", optimizer=[]))
     check_raises(SpecError, "use gradwire.LocalSGD", lambda: make("sbc2"))
     check_raises(GradwireError, "take model.module", lambda: copy.deepcopy(make()))
     sparse = make("co3", lambda: nn.Embedding(10, 4, sparse=True))
@@ -344,7 +374,7 @@ def refusals(rank: int) -> None:
 SCENARIOS = [
     exact_without_a_codec, training, nothing_is_lost, unused_parameters, a_gradient_that_is_not_finite, accumulation,
     odd_ways_to_go_back, failure_before_anything_was_sent, compiled, other_recipes_by_name, momentum, resuming, figures,
-    auto, refusals,
+    auto, letting_go, refusals,
 ]  # fmt: skip
 
 

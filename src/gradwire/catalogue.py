@@ -302,7 +302,7 @@ def _recipe(spec: str) -> Recipe:
     if name == "auto":
         raise SpecError(
             "auto is a choice among recipes, made while training: it is for gradwire.ddp.attach and "
-            "gradwire.DataParallel, and not part of a dict"
+            "gradwire.DataParallel, and not part of a dict; elsewhere choose a recipe, such as co3"
         )
     if name not in CATALOGUE:
         raise unknown_name("recipe", name, CATALOGUE)

@@ -15,6 +15,7 @@ whatever happens first in a later one.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,19 @@ from .gradients import Gradients, Handle, Options, Scaler, named_parameters
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
 BROADCAST = 2**24  # bytes at a time
+
+
+class DataParallelHandle(Handle):
+    """`model.gradwire`."""
+
+    def __init__(self, gradients: Gradients):
+        super().__init__(gradients)
+        self.hooks: list[Any] = []  # on the parameters, as long as their gradients are averaged
+
+    def detach(self) -> None:
+        """Gradients are no longer averaged: `model.module` is as it was before, and can be wrapped again."""
+        _remove(self.hooks)
+        self.gradients.close()
 
 
 class DataParallel(nn.Module):
@@ -58,15 +72,23 @@ class DataParallel(nn.Module):
         _check(module)
         self.module = module
         options = Options(optimizer, grad_scaler, aggregate, timeout)
-        self.gradwire = Handle(Gradients(spec, named_parameters(module), process_group, options))
+        self.gradwire = DataParallelHandle(Gradients(spec, named_parameters(module), process_group, options))
         self._gradients.connect()
         _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])
         self._trained = {name: p for name, p in named_parameters(module) if p.requires_grad}
+        self._frozen = {name: p for name, p in named_parameters(module) if not p.requires_grad}
         self._sync = True
         self._rearranged = False
         self._arrange(list(reversed(self._trained)))
+        self._listen()
+
+    def _listen(self) -> None:
+        """The parameters outlive this object: their hooks must not keep it, nor act after it is gone."""
+        hooks, own = self.gradwire.hooks, weakref.ref(self)
         for name, parameter in self._trained.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, name))
+            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, own, name)))
+            _wrapped[id(parameter)] = self
+        weakref.finalize(self, _remove, hooks)
 
     @property
     def _gradients(self) -> Gradients:
@@ -77,6 +99,12 @@ class DataParallel(nn.Module):
             return self.module(*inputs, **options)
         if self._running and torch._C._current_graph_task_id() == -1:
             self._abandon()  # the last backward pass ended with an error
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad and self.gradwire.hooks:
+                raise GradwireError(
+                    f"{name!r} was frozen when the model was wrapped, so that its gradient would not be averaged: "
+                    f"unfreeze it before, or call model.gradwire.detach() and wrap model.module again"
+                )
         outputs = self.module(*inputs, **options)
         if self._sync and torch.is_grad_enabled():
             for tensor in tree_leaves(outputs):
@@ -183,11 +211,32 @@ class DataParallel(nn.Module):
         raise GradwireError("a gradwire.DataParallel cannot be copied or pickled: take model.module")
 
 
+_wrapped: weakref.WeakValueDictionary[int, DataParallel] = weakref.WeakValueDictionary()  # by id of parameter
+
+
+def _accumulated(owner: weakref.ref[DataParallel], name: str, gradient: torch.Tensor) -> None:
+    model = owner()
+    if model is not None:
+        model._accumulated(name, gradient)
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
 def _check(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise GradwireError(f"model must be a torch.nn.Module, got {type(module).__name__}")
     if any(isinstance(m, DistributedDataParallel | DataParallel) for m in module.modules()):
         raise GradwireError("DataParallel takes the place of DistributedDataParallel: pass the model itself")
+    for parameter in module.parameters():
+        wrapper = _wrapped.get(id(parameter))
+        if wrapper is not None and wrapper.gradwire.hooks:
+            raise GradwireError(
+                "the model is in a DataParallel already, and gradients would be averaged twice: "
+                "call detach() of that one's `gradwire` first"
+            )
     if not any(p.requires_grad for p in module.parameters()):
         raise GradwireError("the model has no parameter that is trained (requires_grad)")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -51,8 +51,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATIONS:
             raise unknown_name("aggregation", self.aggregate, AGGREGATIONS)
-        if self.timeout is not None and not self.timeout > 0:
-            raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout}")
+        if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
+            raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout!r}")
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
+            raise SpecError(f"grad_scaler must be a torch.amp.GradScaler, not {type(self.grad_scaler).__name__}")
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise SpecError(f"optimizer must be a torch.optim.Optimizer, not {type(self.optimizer).__name__}")
 
 
 def named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
