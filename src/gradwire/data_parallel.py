@@ -15,6 +15,7 @@ whatever happens first in a later one.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from .aggregate.link import Link
 from .aggregate.pieces import Spec
-from .errors import GradwireError
+from .errors import AggregateError, GradwireError
 from .gradients import Gradients, Handle, Options, Scaler
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
@@ -62,11 +63,13 @@ class DataParallel(nn.Module):
         self._gradients.connect()
         _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._sync = True
         self._rearranged = False
         self._arrange(list(reversed(self._trained)))
         for name, parameter in self._trained.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, name))
+            # Weakly: the garbage collector does not see through a parameter's hooks.
+            parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, weakref.ref(self), name))
 
     @property
     def _gradients(self) -> Gradients:
@@ -76,11 +79,14 @@ class DataParallel(nn.Module):
         if torch.compiler.is_compiling():
             return self.module(*inputs, **options)
         if self._running and torch._C._current_graph_task_id() == -1:
-            self._abandon()  # the last backward pass ended with an error
+            self._after_failure()
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise GradwireError(f"{name!r} was frozen when the model was wrapped, and is not: wrap the model again")
         outputs = self.module(*inputs, **options)
         if self._sync and torch.is_grad_enabled():
             for tensor in tree_leaves(outputs):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(self._begin)
         return outputs
 
@@ -175,12 +181,31 @@ class DataParallel(nn.Module):
         self._gradients.link.broadcast(numbers)
         return [known[i] for i in numbers.tolist()]
 
+    def _after_failure(self) -> None:
+        """The last backward pass ended with an error, perhaps on this rank alone."""
+        error = None
+        if self._submitted:  # whatever came next would meet what the others send of that step
+            error = AggregateError(
+                f"a backward pass of rank {dist.get_rank()} ended with an error after some of its gradients were sent, "
+                f"so that the ranks are no longer in step: make a new DataParallel on all ranks"
+            )
+        self._gradients.abandon_step(error)
+        self._reset()
+        if error is not None:
+            raise error
+
     def _abandon(self) -> None:
         self._gradients.abandon_step()
         self._reset()
 
     def __getstate__(self) -> None:
         raise GradwireError("a gradwire.DataParallel cannot be copied or pickled: take model.module")
+
+
+def _accumulated(owner: weakref.ref[DataParallel], name: str, gradient: torch.Tensor) -> None:
+    model = owner()
+    if model is not None:
+        model._accumulated(name, gradient)
 
 
 def _check(module: nn.Module) -> None:
