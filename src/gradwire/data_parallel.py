@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from .aggregate.link import Link
 from .aggregate.pieces import Spec
-from .errors import GradwireError
+from .errors import AggregateError, GradwireError
 from .gradients import Gradients, Handle, Options, Scaler, named_parameters
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
@@ -98,7 +98,7 @@ class DataParallel(nn.Module):
         if torch.compiler.is_compiling():
             return self.module(*inputs, **options)
         if self._running and torch._C._current_graph_task_id() == -1:
-            self._abandon()  # the last backward pass ended with an error
+            self._after_failure()
         for name, parameter in self._frozen.items():
             if parameter.requires_grad and self.gradwire.hooks:
                 raise GradwireError(
@@ -108,7 +108,7 @@ class DataParallel(nn.Module):
         outputs = self.module(*inputs, **options)
         if self._sync and torch.is_grad_enabled():
             for tensor in tree_leaves(outputs):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(self._begin)
         return outputs
 
@@ -202,6 +202,19 @@ class DataParallel(nn.Module):
         numbers = torch.tensor([known.index(name) for name in order])
         self._gradients.link.broadcast(numbers)
         return [known[i] for i in numbers.tolist()]
+
+    def _after_failure(self) -> None:
+        """The last backward pass ended with an error, perhaps on this rank alone."""
+        error = None
+        if self._submitted:  # whatever came next would meet what the others send of that step
+            error = AggregateError(
+                f"a backward pass of rank {dist.get_rank()} ended with an error after some of its gradients were sent, "
+                f"so that the ranks are no longer in step: make a new DataParallel on all ranks"
+            )
+        self._gradients.abandon_step(error)
+        self._reset()
+        if error is not None:
+            raise error
 
     def _abandon(self) -> None:
         self._gradients.abandon_step()

@@ -48,6 +48,7 @@ class State(Gradients):
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
         self._plain: list[torch.futures.Future] = []
+        self._along: dict[str, torch.Tensor] = {}  # memories that go with them
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -76,9 +77,11 @@ class State(Gradients):
 
     def _reduce_plainly(self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]) -> Any:
         """As DDP does without a hook; what is left in error memories goes with it."""
+        self.reducer.follow_scale()
         for name, gradient in named:
             memory = self.mean.residual.forget(name)
             if memory is not None:
+                self._along[name] = memory
                 gradient.add_(memory.to(gradient.device).view(gradient.shape))
         future = allreduce_hook(self.given_group, bucket)
         self._plain.append(future)
@@ -86,6 +89,9 @@ class State(Gradients):
         if bucket.is_last():
             under_way, self._plain = self._plain, []
             self.link.wait_for(under_way)  # DDP would do so next, and raise errors that name nobody
+            if self._along and not all(bool(future.value().isfinite().all()) for future in under_way):
+                self.mean.residual.memory.update(self._along)  # a GradScaler will skip this step
+            self._along.clear()
             self.mean.end_step()
             self.step_done()
         return future

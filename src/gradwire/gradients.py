@@ -23,7 +23,7 @@ from .aggregate.mean import Mean
 from .aggregate.pieces import Spec, spec_text
 from .aggregate.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
-from .errors import SpecError, unknown_name
+from .errors import GradwireError, SpecError, unknown_name
 from .memories import AllRanks, own_part, refuse_pickling
 from .monitor import Error, Monitor, nmse
 from .recipe import Recipe
@@ -86,6 +86,7 @@ class Gradients:
         if parameters is not None:
             named = list(parameters)
             self._tensors = describe(named)
+            _check_dtypes(named)
             for name, parameter in named:
                 self._names[id(parameter)] = name
                 self.mean.recipe_of(name)
@@ -292,6 +293,15 @@ def _by_host(link: Link) -> tuple[Link, Link]:
     first = link.rank - link.rank % per_host
     host = Link.among(range(first, first + per_host), link)
     return host, Link.among(range(link.rank % per_host, link.world, per_host), link)
+
+
+def _check_dtypes(named: list[tuple[str, torch.Tensor]]) -> None:
+    for name, parameter in named:
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise GradwireError(
+                f"{name!r} is {parameter.dtype}, whose gradients cannot be encoded: make it a real parameter with a "
+                f"last dimension of two (torch.view_as_real), and view it as complex in the forward pass"
+            )
 
 
 def _check_for_every_step(chosen: Recipe, model_is_known: bool) -> None:

@@ -24,6 +24,7 @@ class Tuner:
     def __init__(self, mean: Mean, link: Link, reducer: Reducer, target: float | None, open_aggregate: bool):
         self.mean, self.link, self.reducer = mean, link, reducer
         self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target)
+        self._aggregate = reducer.aggregate  # what every recipe begins with
         self._open_aggregate = open_aggregate and reducer.link.world > 2
         self._speed = Speed.measure(link) if self.auto is not None or self._open_aggregate else None
         self._ended = 0.0  # when the last step did
@@ -59,7 +60,7 @@ class Tuner:
     def _use(self, spec: str) -> None:
         if spec != auto.EXACT:
             self.mean.use(spec)
-        self.reducer.use(ALL_REDUCE if spec == auto.EXACT else ALL_GATHER)
+        self.reducer.use(ALL_REDUCE if spec == auto.EXACT else self._aggregate)
         self._since = {"steps": self.mean.steps, **self.mean.stats()}
 
     def _choose_aggregate(self) -> None:

@@ -46,8 +46,10 @@ class AllGather:
         subject.seal(block, length)
         used = PREFIX + length
         if key not in self._capacity:
-            lengths = self.link.gather_short(used.to_bytes(8, "little"))
-            self._capacity[key] = capacity_for(max(int.from_bytes(n, "little") for n in lengths))
+            lengths = [int.from_bytes(n, "little") for n in self.link.gather_short(used.to_bytes(8, "little"))]
+            for rank, announced in enumerate(lengths):
+                subject.check_length(rank, announced - PREFIX)
+            self._capacity[key] = capacity_for(max(lengths))
         capacity = self._capacity[key]
         buffer = self._blocks.get(key)
         if buffer is None or len(buffer) < self.link.world * capacity:

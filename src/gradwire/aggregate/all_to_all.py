@@ -49,6 +49,8 @@ class AllToAll:
             one_each = [1] * self.link.world
             arriving, work = self.link.all_to_all(out, one_each, one_each)
             self.link.wait(work)
+            for rank, announced in enumerate(arriving.tolist()):
+                subject.check_length(rank, announced - PREFIX)
             self._capacities[key] = _capacities(used), _capacities(arriving.tolist())
         to, of = self._capacities[key]
         sent = torch.cat([padded(block, capacity) for block, capacity in zip(blocks, to, strict=True)])

@@ -6,6 +6,7 @@ good, because the link did, all are tried again. Ranks decide from the same figu
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -83,7 +84,11 @@ class Auto:
 
     def _leave_out(self, errors: Mapping[str, float]) -> None:
         """Those whose error is too large."""
-        found = self.agree([errors.get(trial.spec, 0.0) for trial in self._left])
+        own = [errors.get(trial.spec, 0.0) for trial in self._left]
+        found = self.agree([error if math.isfinite(error) else math.inf for error in own])
+        if math.inf in found:  # a gradient was not finite, as in the first steps with a GradScaler: measure the next
+            self._times.pop()
+            return
         under_way = self._left[0].spec
         self._left = [Trial(t.spec, error) for t, error in zip(self._left, found, strict=True) if error <= self.target]
         if self._left[0].spec != under_way:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import AggregateError, GradwireError
 from .attendance import Attendance
 from .handshake import Facts, compare
+from .in_thread import InThread
 from .lost import COMPUTING, WAITING, explain, wait
 from .roll_call import RollCall
 
@@ -179,8 +180,11 @@ class Link:
             under_way = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise self.lost(error) from error
-        for work in under_way:
-            self.wait(work)
+        if self.device.type == "cpu":
+            self.wait(InThread(under_way))
+        else:
+            for work in under_way:
+                self.wait(work)
 
     def _p2p(self, operation: Callable[..., Any], block: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(operation, block, group=self.group, group_peer=rank)
@@ -203,7 +207,7 @@ class Link:
         if sent.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(sent)
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work | InThread) -> None:
         try:
             wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .board import Board
+from .in_thread import InThread
 from .roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
 
 WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
@@ -22,7 +23,7 @@ WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 SLICE, POLL, LOOK = 0.25, 0.0002, 5.0  # seconds: to wait at a time, on a GPU, and until we look after the others
 
 
-def wait(work: dist.Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
+def wait(work: dist.Work | InThread, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
     """Until it is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
 
     Gloo reports a closed connection to the neighbours of a lost rank only, and NCCL to nobody; the others would wait
@@ -46,7 +47,7 @@ def wait(work: dist.Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) 
         roll_call.at(COMPUTING)
 
 
-def _done(work: dist.Work, on_gpu: bool) -> bool:
+def _done(work: dist.Work | InThread, on_gpu: bool) -> bool:
     """Whether it is, after a while."""
     if on_gpu:  # there `wait` would wait for nothing, or for ever
         if not work.is_completed():

@@ -112,6 +112,10 @@ class Mean:
         self.encode_s += time.perf_counter() - start
         return block, position - PREFIX
 
+    def most_bytes(self, pieces: Sequence[Piece]) -> int:
+        """That the frames of the pieces can have, on any rank."""
+        return sum(piece.codec.max_frame_bytes(part.of(part.tensor)) for piece in pieces for part in piece.parts)
+
     def _encode_piece(
         self, piece: Piece, sources: list[torch.Tensor], out: torch.Tensor, memory: Residual, salt: str
     ) -> int:

@@ -18,7 +18,7 @@ from ..errors import AggregateError
 PREFIX = 16
 _PREFIX = struct.Struct("<QII")
 SLACK, ROUND = 64, 128  # capacity: 1/64 above the longest message, in steps of 128 bytes
-LONGEST = 2**40
+LONGEST = 2**40  # bytes of a message of which nothing better is known
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Subject:
 
     step: int
     fingerprint: int
+    most: int = LONGEST  # bytes that it can have
 
     def seal(self, block: torch.Tensor, length: int) -> None:
         """Write the prefix of a message that stands in block[16:16+length]."""
@@ -34,8 +35,7 @@ class Subject:
 
     def check(self, rank: int, block: np.ndarray) -> None:
         length, step, fingerprint = _PREFIX.unpack_from(block)
-        if length > LONGEST:
-            raise AggregateError(f"rank {rank} announced a message of over 2^40 bytes: its block is damaged")
+        self.check_length(rank, length)
         if step != self.step & 0xFFFFFFFF:
             raise AggregateError(
                 f"rank {rank} is at step {step}, this rank at step {self.step}: all ranks must run the same number of "
@@ -45,6 +45,13 @@ class Subject:
             raise AggregateError(
                 f"rank {rank} sends other parameters, or with other recipes, than this rank: all ranks must have the "
                 f"same model and the same spec"
+            )
+
+    def check_length(self, rank: int, length: int) -> None:
+        """Before memory is taken for so many bytes."""
+        if not 0 <= length <= self.most:
+            raise AggregateError(
+                f"rank {rank} announced a message of {length} bytes, of at most {self.most}: its block is damaged"
             )
 
 

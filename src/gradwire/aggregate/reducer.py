@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import FrameError
+from ..errors import AggregateError, FrameError
 from . import presence
 from .all_gather import AllGather
 from .all_to_all import AllToAll
@@ -50,6 +50,7 @@ class Reducer:
         self._touched: set[str] = set()  # tensors that any rank sent in this step
         self._missing: set[str] = set()
         self._flushed: set[str] = set()  # tensors whose memories are on their way, whole
+        self._broken: AggregateError | None = None  # why the link cannot be used any more
         self.messages = 0  # sent since the last `use`
         self._owners = owners(mean.sizes, link.world)
         self._host_owners = owners(mean.sizes, host.world) if host else {}
@@ -63,6 +64,8 @@ class Reducer:
 
     def submit(self, key: Hashable, tensors: Named, missing: Collection[str] = ()) -> None:
         """Average the tensors, in place. Those that are `missing` have no gradient on this rank, and are zero."""
+        if self._broken is not None:  # ranks are not in step, and Gloo ends the process when blocks of other sizes come
+            raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
         ready = self._staging.submitted(tensors)
         self._missing.update(missing)
         for i, parts in enumerate(messages([(n, t) for n, t in tensors if t.numel()], self.mean.recipes)):
@@ -85,6 +88,8 @@ class Reducer:
     def abandon_step(self, error: BaseException | None = None) -> None:
         if error is not None:
             self.link.give_up(error)
+        if isinstance(error, AggregateError):
+            self._broken = self._broken or error
         self.mean.abandon_step()
         self.shards.memory.rollback()
         self._start_anew()
@@ -103,8 +108,7 @@ class Reducer:
     # ── in the wire thread ──
 
     def _job(self, key: Hashable, parts: list[Part], ready: torch.cuda.Event | None) -> Job:
-        if self.scale is not None:
-            self._rescale(self.scale())
+        self.follow_scale()
         parts = self._staging.staged(parts, ready)
         if self.host is not None:
             return self._hierarchical(self.host, key, parts)
@@ -114,10 +118,11 @@ class Reducer:
         ways = {ALL_GATHER: self._gather, SCATTER_REDUCE: self._scatter, ALL_REDUCE: self._reduce}
         return ways[self.aggregate](key, parts, last)
 
-    def _rescale(self, scale: float) -> None:
-        """Memories are of gradients with this scale from now on; exact for the powers of two that a GradScaler has."""
+    def follow_scale(self) -> None:
+        """Memories are of gradients with the loss's scale of now; exact for the powers of two that a GradScaler has."""
+        scale = self.mean.scale if self.scale is None else self.scale()
         if scale != self.mean.scale:
-            self.shards.memory.rescale(scale / self.mean.scale)
+            self.shards.rescale(scale / self.mean.scale)
             self.mean.rescale(scale)
 
     def _last_job(self) -> Job:
@@ -151,13 +156,13 @@ class Reducer:
                 own.add_(part.of(before).view(-1))
                 part.of(after).zero_()
                 self._flushed.add(part.name)
+        flat.mul_(1 / self.link.world)  # before the sum, which might be too large for fp16
         moved = flat.to(self.link.device)
         self.mean.frame_bytes += moved.nbytes
         work = self.link.all_reduce(moved)
         yield Pause(work.is_completed if last else None)
         self.link.wait(work)
         flat.copy_(moved) if moved is not flat else None
-        flat.mul_(1 / self.link.world)
         for part, own in zip(parts, values, strict=True):
             if len(parts) > 1:
                 as_it_is(part).copy_(own.view(as_it_is(part).shape))
@@ -167,7 +172,7 @@ class Reducer:
 
     def _gather(self, key: Hashable, parts: list[Part], last: bool) -> Job:
         pieces = self.mean.divide(parts)
-        subject = Subject(self.mean.steps, fingerprint(pieces))
+        subject = self._subject(pieces)
         block, length = self._encode(key, pieces)
         ticket = self._all_gather.start(key, subject, block, length)
         yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
@@ -175,7 +180,7 @@ class Reducer:
 
     def _scatter(self, key: Hashable, parts: list[Part], last: bool) -> Job:
         owned = [self.mean.divide(shard) for shard in shards(parts, self.link.world, self._owners)]
-        subject = Subject(self.mean.steps, fingerprint([piece for pieces in owned for piece in pieces]))
+        subject = self._subject([piece for pieces in owned for piece in pieces])
         encoded = [self._encode((key, rank), pieces) for rank, pieces in enumerate(owned)]
         exchange = self._all_to_all.start(key, subject, [b for b, _ in encoded], [n for _, n in encoded])
         yield Pause(None)
@@ -188,6 +193,10 @@ class Reducer:
         yield Pause((lambda: self._all_to_all.ready(everyone)) if last else None)
         for rank, message in enumerate(self._all_to_all.finish(everyone)):
             self._average([(rank, message)], owned[rank])
+
+    def _subject(self, pieces: Sequence[Piece]) -> Subject:
+        note = presence.most_bytes(sum(len(piece.parts) for piece in pieces))
+        return Subject(self.mean.steps, fingerprint(pieces), note + self.mean.most_bytes(pieces))
 
     def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Job:
         cuts = shards(parts, host.world, self._host_owners)

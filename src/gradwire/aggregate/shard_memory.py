@@ -32,6 +32,11 @@ class ShardMemory:
             own.append(Part(part.key, torch.empty(part.size, dtype=dtype), 0, part.size))
         return Piece(piece.recipe, piece.codec, own)
 
+    def rescale(self, factor: float) -> None:
+        self.memory.rescale(factor)
+        for memory in self._loaded.values():
+            memory.mul_(factor)
+
     def end_step(self, finite: bool) -> None:
         self.memory.commit() if finite else self.memory.rollback()
         if self._loaded:
@@ -40,7 +45,7 @@ class ShardMemory:
 
     def state_dict(self, scale: float) -> dict[str, torch.Tensor]:
         """By parameter name, with zeros where the shards of other ranks are: the sum over all ranks is the whole."""
-        state = {name: memory.clone() for name, memory in self._loaded.items()}
+        state = {name: memory / scale for name, memory in self._loaded.items()}
         for key, shard in self.memory.memory.items():
             part = self._known[key]
             whole = state.setdefault(part.name, torch.zeros(part.tensor.shape))

@@ -49,8 +49,10 @@ class Velocity:
             gradient = gradient.add(parameter, alpha=factor.weight_decay)
         if not factor.momentum:
             return gradient
-        before = self.memory.get(name)
-        if before is None:
+        before, pushed = self.memory.get(name), self._pending.get(name)
+        if pushed is not None:  # for another part of it, which may have been masked since
+            velocity = pushed
+        elif before is None:
             velocity = gradient.clone()
         else:
             velocity = (before.to(gradient.device) * factor.momentum).add_(gradient)
