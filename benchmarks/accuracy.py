@@ -25,11 +25,14 @@ from torch.nn import functional
 
 import gradwire
 from gradwire import tasks
+from gradwire.aggregate.all_gather import AllGather
+from gradwire.aggregate.reducer import Reducer
 from gradwire.tasks import order
 from gradwire.tasks.base import EVALUATION_BATCH, Task, loss_of
 from gradwire.tasks.images import ImageTask, LabelledImages
 from gradwire.tasks.training import learning_rate_factor
-from simulated import Meeting, ThreadAllGather, WholeModel, decode_once, run_workers
+from gradwire.tuning import Tuner
+from simulated import Meeting, ThreadLink, WholeModel, decode_once, run_workers
 
 WORKERS = 4
 # name: (spec, local steps between syncs or None for the recipe's own); any other name is a spec itself
@@ -122,17 +125,21 @@ class Worker:
         if self.device.type == "cuda":
             self._graph(task, meeting)
         self.meeting, self.plain = meeting, options.one == "fp32"
-        exchange = ThreadAllGather(meeting, rank)
+        link = ThreadLink(meeting, rank)
         self.state: gradwire.ddp.State | None = None
         self.local: gradwire.LocalSGD | None = None
         if sync_every or gradwire.recipe(spec).delayed:
             self.local = gradwire.LocalSGD(self.model, self.optimizer, spec, sync_every)
             mean = self.local.mean
+            mean.rank, mean.world = rank, link.world
+            self.local._gather = AllGather(link)
             self.local._start_alike = lambda: None  # type: ignore[method-assign]  # their seed makes them alike
         else:
             self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer)
             mean = self.state.mean
-        mean._exchange = exchange
+            self.state._link, self.state._reducer = link, Reducer(mean, link)
+            self.state._reducer._thread.inline = True
+            self.state._tuner = Tuner(mean, link, self.state._reducer, None, open_aggregate=False)
         decode_once(mean, meeting, rank)
 
     def _graph(self, task: Task, meeting: Meeting) -> None:

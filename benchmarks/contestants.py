@@ -21,7 +21,7 @@ COMPUTE = "compute only"
 FRAGILE, IN_ONE_BUCKET = "PowerSGD rank 1", "PowerSGD rank 1, one bucket"
 PEERS = ("plain DDP", "fp16 hook", FRAGILE, IN_ONE_BUCKET)
 # sbc here is SBC(1): 0.1% in every step, no warm-up; the optimizer has no momentum that could be masked.
-SPECS = {"co3": "co3", "sbc": "sbc:p=0.001,mask=off", "auto": "auto", "auto:error=1": "auto:error=1"}
+SPECS = {"co3": "co3", "sbc": "sbc:p=0.001,mask=off,small=co3", "auto": "auto", "auto:error=1": "auto:error=1"}
 FRONTS = ("attach", "DataParallel")
 
 

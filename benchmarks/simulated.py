@@ -1,20 +1,21 @@
 """Several workers as threads of one process: all of gradwire but the sockets.
 
-For measuring accuracy on one GPU. Every message is a real block of real frames, laid out, padded and counted as
-over a network; only the all-gather itself is a copy between threads.
+For measuring accuracy on one GPU. Every message is a real block of real frames, laid out and counted as over a
+network; only the exchange itself is a copy between threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from gradwire.aggregate.all_gather import AllGather
-from gradwire.aggregate.mean import Mean, Pending
+from gradwire.aggregate.link import Link
+from gradwire.aggregate.mean import Mean
+from gradwire.aggregate.pieces import Piece
 
 
 class Meeting:
@@ -22,7 +23,7 @@ class Meeting:
 
     def __init__(self, world: int):
         self.world = world
-        self.blocks: list[torch.Tensor | None] = [None] * world
+        self.blocks: list[Any] = [None] * world
         self.barrier = threading.Barrier(world)
 
     def share(self, rank: int, make: Callable[[], Any]) -> Any:
@@ -34,12 +35,11 @@ class Meeting:
         self.barrier.wait()
         return made
 
-    def gather(self, rank: int, block: torch.Tensor) -> torch.Tensor:
-        self.blocks[rank] = block
+    def exchange(self, rank: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What every rank has for this one."""
+        self.blocks[rank] = parts
         self.barrier.wait()
-        gathered = torch.cat([b for b in self.blocks if b is not None])
-        self.barrier.wait()
-        return gathered
+        return [others[rank] for others in self.blocks]
 
 
 class Done:
@@ -51,33 +51,40 @@ class Done:
         return True
 
 
-class ThreadAllGather(AllGather):
+class ThreadLink(Link):
     def __init__(self, meeting: Meeting, rank: int):
         self.meeting, self.world, self.rank = meeting, meeting.world, rank
-        self.device = torch.device("cpu")
+        self.device, self.exact, self.roll_call = torch.device("cpu"), True, None
         self.bytes_sent = self.bytes_received = 0
-        self._capacity, self._blocks = {}, {}
 
-    def _all_gather(self, block: torch.Tensor, key: Hashable, part: str) -> tuple[torch.Tensor, Any]:
-        self.bytes_sent += (self.world - 1) * len(block)
-        self.bytes_received += (self.world - 1) * len(block)
-        return self.meeting.gather(self.rank, block), Done()
+    def all_to_all(self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor) -> Any:
+        self.bytes_sent += sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
+        at = 0
+        for own, size in zip(self.meeting.exchange(self.rank, list(parts)), sizes_in, strict=True):
+            into[at : at + len(own)] = own
+            at += size
+        self.meeting.barrier.wait()  # before anybody writes to what was sent
+        return into, Done()
+
+    def wait(self, work: Any) -> None: ...
+
+    def at_step(self, step: int) -> None: ...
 
 
 def decode_once(mean: Mean, meeting: Meeting, rank: int) -> None:
     """Let rank 0 alone decode and average: by contract all ranks would get the same bits (the tests check that)."""
     own = mean.average
 
-    def average(pending: Pending, messages: Sequence[Any]) -> None:
+    def average(pieces: Sequence[Piece], arrived: Sequence[Any]) -> None:
         def make() -> list[torch.Tensor]:
-            own(pending, messages)
-            return [t for piece in pending.pieces for t in piece.tensors]
+            own(pieces, arrived)
+            return [part.of(part.tensor) for piece in pieces for part in piece.parts]
 
         made = meeting.share(rank, make)
         if rank:
             mean.finite = True
-            for piece_tensor, result in zip((t for p in pending.pieces for t in p.tensors), made, strict=True):
-                piece_tensor.copy_(result)
+            for part, result in zip((part for p in pieces for part in p.parts), made, strict=True):
+                part.of(part.tensor).copy_(result)
         meeting.barrier.wait()  # before rank 0 goes on with its tensors
 
     mean.average = average  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ class DataParallelHandle(Handle):
     def detach(self) -> None:
         """Gradients are no longer averaged: `model.module` is as it was before, and can be wrapped again."""
         _remove(self.hooks)
-        self.gradients.close()
+        self.gradients.disconnect()
 
 
 class DataParallel(nn.Module):

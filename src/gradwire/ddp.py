@@ -136,7 +136,7 @@ class DDPHandle(Handle):
         """Back to plain all-reduce; the model can be attached again."""
         if self._slot.state is self.state:
             self._slot.state = None
-            self.state.close()
+            self.state.disconnect()
 
 
 def attach(
@@ -179,4 +179,6 @@ def attach(
         model.register_comm_hook(slot, _slot_hook)
         object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
     slot.state = state
+    if before:
+        before.disconnect()
     return DDPHandle(slot, state)

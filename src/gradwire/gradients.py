@@ -224,6 +224,15 @@ class Gradients:
             self._takeover = Takeover(self.options.optimizer)
             self.mean.velocity.memory.update(self._by_name(self._takeover.take_buffers()))
 
+    def disconnect(self) -> None:
+        """The end: on all ranks. Figures and memories can still be read."""
+        self.close()
+        if self._reducer is not None:
+            self._reducer.close()
+            for link in {self._link, self._reducer.link, self._reducer.host}:
+                if link is not None:
+                    link.close()
+
     def close(self) -> None:
         """The optimizer has its momentum again, from zero on."""
         if self._takeover is not None:

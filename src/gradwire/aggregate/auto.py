@@ -18,8 +18,8 @@ EXACT = "exact"  # plain all-reduce
 CANDIDATES = (
     "co3",
     "ecq:rate=1",
-    "sbc:p=0.01,mask=off,warmup=0",
-    "sbc:p=0.001,mask=off,warmup=0",
+    "sbc:p=0.01,mask=off,warmup=0,small=co3",
+    "sbc:p=0.001,mask=off,warmup=0,small=co3",
     EXACT,  # the last, since it may be left out as hopeless
 )
 DEFAULT_ERROR = 0.1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Link:
         self.group: dist.ProcessGroup = group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
+        # Gloo takes a message that is shorter than the room made for it.
+        self.exact = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
         # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
         self.roll_call: RollCall | None = None
@@ -79,6 +82,12 @@ class Link:
             raise like.lost(error) from error
         link.roll_call = like.roll_call
         return link
+
+    def close(self) -> None:
+        """Give back the sockets and threads of a group that `beside` or `among` made; all of its ranks do so."""
+        if dist.is_initialized():
+            with suppress(ValueError, RuntimeError):  # it is gone already
+                dist.destroy_process_group(self.group)
 
     # ── agreement, and the loss of it ──
 
@@ -130,19 +139,23 @@ class Link:
         return gathered, work
 
     def all_to_all(
-        self, blocks: torch.Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
+        self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor
     ) -> tuple[torch.Tensor, dist.Work]:
-        """blocks: what goes to each rank, end to end; so is what comes back from each."""
+        """parts: what goes to each rank; what comes from each is put into `into`, end to end, each at its size.
+
+        What was received is for the caller to count: it may be less than there is room for (`exact`).
+        """
+        filled = [part for part in parts if len(part)]
+        blocks = filled[0] if len(filled) == 1 else torch.cat(filled) if filled else parts[0]
         blocks = blocks.to(self.device)
-        received = torch.empty(sum(sizes_in), dtype=blocks.dtype, device=self.device)
-        self.bytes_sent += (sum(sizes_out) - sizes_out[self.rank]) * blocks.element_size()
-        self.bytes_received += (sum(sizes_in) - sizes_in[self.rank]) * blocks.element_size()
+        sizes_out = [len(part) for part in parts]
+        self.bytes_sent += (len(blocks) - sizes_out[self.rank]) * blocks.element_size()
         try:
-            work = dist.all_to_all_single(received, blocks, list(sizes_in), list(sizes_out), self.group, async_op=True)
+            work = dist.all_to_all_single(into, blocks, list(sizes_in), sizes_out, self.group, async_op=True)
         except RuntimeError as error:
             raise self.lost(error) from error
         assert work is not None
-        return received, work
+        return into, work
 
     def reduce_scatter(self, parts: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         """The sum over all ranks of this rank's part; parts has one for each, equally long, end to end."""

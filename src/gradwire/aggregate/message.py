@@ -17,7 +17,8 @@ from ..errors import AggregateError
 
 PREFIX = 16
 _PREFIX = struct.Struct("<QII")
-SLACK, ROUND = 64, 128  # capacity: 1/64 above the longest message, in steps of 128 bytes
+SLACK, ROUND = 64, 128  # room that is filled up: 1/64 above the last message, in steps of 128 bytes
+ROOM = 1024  # bytes at least beyond the last message, of room that is not
 LONGEST = 2**40  # bytes of a message of which nothing better is known
 
 
@@ -60,9 +61,10 @@ def length_of(block: np.ndarray) -> int:
     return PREFIX + _PREFIX.unpack_from(block)[0]
 
 
-def capacity_for(longest: int) -> int:
-    """Room for a message of the next time: a little more than this one needs."""
-    return -(-(longest + longest // SLACK) // ROUND) * ROUND
+def capacity_for(length: int, exact: bool) -> int:
+    """Room for a message of the next time: a quarter more than this one needs or, where room has to be filled up with
+    padding, a little more."""
+    return length + length // 4 + ROOM if exact else -(-(length + length // SLACK) // ROUND) * ROUND
 
 
 def padded(block: torch.Tensor, capacity: int) -> torch.Tensor:

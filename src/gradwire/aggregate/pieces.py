@@ -17,7 +17,7 @@ from ..errors import SpecError
 from ..recipe import Recipe
 
 SMALL = 4096  # entries: tensors below this share a frame, each with its own step
-CHUNK = 2**21  # entries: larger tensors are cut, so that one chunk is on its way while the next is encoded
+CHUNK = 2**22  # entries: larger tensors are cut, so that one chunk is on its way while the next is encoded
 ALIGNED = 2**12  # entries: where chunks begin, so that buckets and vectors of the codecs stay whole
 Spec = str | Mapping[str, str]
 Recipes = dict[str, Recipe]  # by pattern of parameter names; the first that matches counts

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-POLL = 0.0003  # seconds between looks at collectives under way, while nothing else is to do
+POLL = 0.002  # seconds between looks at collectives under way, while nothing else is to do
 
 
 @dataclass
@@ -56,8 +56,14 @@ class WireThread:
         self._running: deque[_Running] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        # A rank that computes with one thread has no core to spare: there the encoding would only be late, and the
+        # link idle, while it shares the core with the backward pass.
+        self.inline = torch.get_num_threads() == 1 and not torch.cuda.is_available()
 
     def submit(self, job: Callable[[], Job]) -> None:
+        if self.inline:
+            self._run(job)
+            return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, name="gradwire", daemon=True)
             self._thread.start()
@@ -65,11 +71,12 @@ class WireThread:
 
     def drain(self) -> None:
         """Wait until all jobs are done; raises what went wrong in one of them."""
-        if self._thread is None:
-            return
-        done = threading.Event()
-        self._queue.put((None, done))
-        done.wait()
+        if self.inline:
+            self._run(None)
+        elif self._thread is not None:
+            done = threading.Event()
+            self._queue.put((None, done))
+            done.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -87,14 +94,19 @@ class WireThread:
             job, done = self._next()
             if job is None and done is None:
                 return
-            try:
-                if self._error is None:
-                    self._begin(job) if job is not None else self._finish_all()
-            except BaseException as error:
-                self._error = error
-                self._running.clear()
+            self._run(job)
             if done is not None:
                 done.set()
+
+    @torch.no_grad()
+    def _run(self, job: Callable[[], Job] | None) -> None:
+        """Begin a job, or finish all of them."""
+        try:
+            if self._error is None:
+                self._begin(job) if job is not None else self._finish_all()
+        except BaseException as error:
+            self._error = error
+            self._running.clear()
 
     def _next(self) -> tuple[Callable[[], Job] | None, threading.Event | None]:
         while True:
