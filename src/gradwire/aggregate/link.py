@@ -84,8 +84,11 @@ class Link:
         return link
 
     def close(self) -> None:
-        """Give back the sockets and threads of a group that `beside` or `among` made; all of its ranks do so."""
-        if dist.is_initialized():
+        """Give back the sockets and threads of a group that `beside` made; all of its ranks do so.
+
+        Not of a group of some ranks: torch would give its name to the next one, which would find the old addresses.
+        """
+        if dist.is_initialized() and self.world == dist.get_world_size():
             with suppress(ValueError, RuntimeError):  # it is gone already
                 dist.destroy_process_group(self.group)
 
