@@ -18,8 +18,10 @@ class InThread:
     def __init__(self, works: Sequence[dist.Work]):
         self._done = threading.Event()
         self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
         if works:
-            threading.Thread(target=self._wait, args=(works,), name="gradwire-rests", daemon=True).start()
+            self._thread = threading.Thread(target=self._wait, args=(works,), name="gradwire-rests", daemon=True)
+            self._thread.start()
         else:
             self._done.set()
 
@@ -39,5 +41,7 @@ class InThread:
         """RuntimeError if it has failed, or is not done by then."""
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not done yet")
+        if self._thread is not None:
+            self._thread.join()  # it lets go of the works, which must not happen while the interpreter ends
         if self._error is not None:
             raise self._error
