@@ -11,6 +11,7 @@ import torch
 
 import gradwire
 from gradwire import SpecError, kernels
+from gradwire.convert import grid_fit
 from gradwire.convert.grid_fit import LEAST_SHARE
 from helpers import check_contract_3, check_same, encode_into, gradient
 from test_grid import heavy
@@ -218,3 +219,13 @@ def test_noise_has_no_memory() -> None:
         encode_into(codec, x, residual=memory, decay=1.0, seed=seed)
         norms.append(float(memory.norm() / x.norm()))
     assert max(norms[30:]) < 2
+
+
+def test_more_outliers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit goes by a sample: that none of its sizes would do is no reason to fail, since the encoder makes room."""
+    sample = torch.randn(20000, generator=torch.Generator().manual_seed(0)).numpy()
+    curve = grid_fit.Curve(sample)
+    grid = curve.measure(0.5, 0.0)
+    assert grid is not None
+    monkeypatch.setattr(kernels, "grid_capacity", lambda count: -1)
+    assert grid_fit._coded(curve, grid, len(sample)).grid.largest == grid.largest

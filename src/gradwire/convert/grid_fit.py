@@ -98,7 +98,7 @@ def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = No
     outliers = curve.outliers(grid)
     for size in sizes:
         number, bits = outliers(size)
-        if number > kernels.grid_capacity(curve.count):
+        if cost and number > kernels.grid_capacity(curve.count):  # of the first size the encoder takes care
             break
         apart[size] = bits * scale
         cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)  # a list takes time
