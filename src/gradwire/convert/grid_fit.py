@@ -94,7 +94,9 @@ def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = No
     sizes = [grid.largest]
     if grid.largest == kernels.GRID_SIZES[0]:
         sizes = list(range(grid.largest, FEWEST - 1, -1)) if largest is None else [min(largest, grid.largest)]
-    scale, cost, apart = count / curve.count, {}, {}
+    scale = count / curve.count
+    cost: dict[int, float] = {}
+    apart: dict[int, float] = {}
     outliers = curve.outliers(grid)
     for size in sizes:
         number, bits = outliers(size)
