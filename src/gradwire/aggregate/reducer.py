@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ class Reducer:
         self._flushed = set()
 
     def _reduce(self, key: Hashable, parts: list[Part], last: bool) -> Job:
-        flat = torch.cat([as_it_is(part).reshape(-1) for part in parts]) if len(parts) > 1 else as_it_is(parts[0])
+        flat = torch.cat([part.entries.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].entries
         values = flat.view(-1).split([part.size for part in parts])
         for part, own in zip(parts, values, strict=True):
             if part.name in self.mean.residual.memory:
@@ -165,7 +166,7 @@ class Reducer:
         flat.copy_(moved) if moved is not flat else None
         for part, own in zip(parts, values, strict=True):
             if len(parts) > 1:
-                as_it_is(part).copy_(own.view(as_it_is(part).shape))
+                part.entries.copy_(own.view(part.entries.shape))
             self._touch(part)
         if self._flushed:
             self.mean.finite &= bool(flat.isfinite().all())
@@ -187,11 +188,12 @@ class Reducer:
         own = [self.shards.apart(piece) for piece in owned[self.link.rank]]
         sent = self._average(list(enumerate(self._all_to_all.finish(exchange))), own)
         given = only(own, sent)
-        block, length = self.mean.encode((key, "sum"), given, presence.pack(sent), as_it_is, self.shards.memory, "sum:")
-        # Shards differ in length, so that an all-gather, whose blocks are as long as the longest, would send more.
-        everyone = self._all_to_all.start((key, "sum"), subject, [block] * self.link.world, [length] * self.link.world)
-        yield Pause((lambda: self._all_to_all.ready(everyone)) if last else None)
-        for rank, message in enumerate(self._all_to_all.finish(everyone)):
+        block, length = self.mean.encode(
+            (key, "sum"), given, presence.pack(sent), attrgetter("entries"), self.shards.memory, "sum:"
+        )
+        ticket = self._all_gather.start(key, subject, block, length)
+        yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
+        for rank, message in enumerate(self._all_gather.finish(ticket)):
             self._average([(rank, message)], owned[rank])
 
     def _subject(self, pieces: Sequence[Piece]) -> Subject:
@@ -224,7 +226,7 @@ class Reducer:
 
     def _touch(self, part: Part) -> None:
         """It has a mean, of which others do not say who contributed: a gradient, unless nobody had one."""
-        if part.name not in self._missing or bool(as_it_is(part).any()):
+        if part.name not in self._missing or bool(part.entries.any()):
             self._touched.add(part.name)
 
     # ── tensors that are not there ──
@@ -237,7 +239,7 @@ class Reducer:
     def _present(self, part: Part) -> bool:
         if part.name in self._missing and self.host is None:  # another rank of the host may have a gradient
             return False
-        if part.name in self.mean.factors or not presence.is_zero(part.of(part.tensor)):
+        if part.name in self.mean.factors or not presence.is_zero(part.entries):
             return True
         if not part.whole and part.name in self.mean.residual.memory:  # other parts of it may be there
             before, after = self.mean.residual.buffers(part.name, part.tensor)
@@ -261,13 +263,13 @@ class Reducer:
             for rank, present, frames in opened:
                 found = self._opened(rank, frames, only(pieces, present), 1 / len(arrived))
                 for i in (i for i, here in enumerate(present) if here):
-                    own = as_it_is(parts[i])
+                    own = parts[i].entries
                     values = next(found).view(own.shape)
                     own.add_(values) if sent[i] else own.copy_(values)  # as if all ranks had sent all parts
                     sent[i] = True
             for part, here in zip(parts, sent, strict=True):
                 if not here:
-                    as_it_is(part).zero_()
+                    part.entries.zero_()
         self._touched.update(part.name for part, here in zip(parts, sent, strict=True) if here)
         return sent
 
@@ -347,20 +349,16 @@ def only(pieces: Sequence[Piece], present: Sequence[bool]) -> list[Piece]:
     return given
 
 
-def as_it_is(part: Part) -> torch.Tensor:
-    return part.of(part.tensor)
-
-
 def _lay_out(row: torch.Tensor, parts: list[Part]) -> None:
     at = 0
     for part in parts:
-        row[at : at + part.size] = part.of(part.tensor).view(-1)
+        row[at : at + part.size] = part.entries.view(-1)
         at += part.size
 
 
 def _take(row: torch.Tensor, parts: list[Part]) -> None:
     at = 0
     for part in parts:
-        own = part.of(part.tensor)
+        own = part.entries
         own.copy_(row[at : at + part.size].view(own.shape))
         at += part.size
