@@ -21,6 +21,7 @@ from .aggregate.handshake import Facts, describe
 from .aggregate.link import Link
 from .aggregate.mean import Mean
 from .aggregate.pieces import Spec, spec_text
+from .aggregate.meeting import by_aggregator
 from .aggregate.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
 from .errors import GradwireError, SpecError, unknown_name
@@ -47,6 +48,8 @@ class Options:
     grad_scaler: Scaler | None = None
     aggregate: str = "auto"
     timeout: float | None = None  # seconds
+    aggregator: str | None = None  # host:port
+    aggregator_fallback: bool = False  # whether to go on without it
 
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATIONS:
@@ -82,6 +85,8 @@ class Gradients:
         self._takeover: Takeover | None = None
         for chosen in self.mean.recipes.values():
             _check_for_every_step(chosen, parameters is not None)
+        if options.aggregator is not None and not any(chosen.sums for chosen in self.mean.recipes.values()):
+            raise SpecError(f"an aggregator adds up integers, which {self._spec_text} does not send: use 'homomorphic'")
         self._tensors: Facts = {}
         if parameters is not None:
             named = list(parameters)
@@ -138,8 +143,11 @@ class Gradients:
         aggregate = self.options.aggregate
         if aggregate == "hierarchical":
             host, link = _by_host(link)
-        is_open = aggregate in ("auto", "hierarchical")
-        reducer = Reducer(self.mean, link, ALL_GATHER if is_open else aggregate, host)
+        is_open = aggregate in ("auto", "hierarchical") and not all(r.sums for r in self.mean.recipes.values())
+        sums = None
+        if self.options.aggregator is not None:
+            sums = by_aggregator(link, self.options.aggregator, self.options.aggregator_fallback, self.options.timeout)
+        reducer = Reducer(self.mean, link, ALL_GATHER if aggregate in ("auto", "hierarchical") else aggregate, host, sums)
         if self.options.grad_scaler is not None:
             reducer.scale = self.options.grad_scaler.get_scale
         self._tuner = Tuner(self.mean, self._link, reducer, self._target, is_open)
@@ -261,8 +269,9 @@ class Handle:
 
     @property
     def aggregate(self) -> str:
-        """How frames meet."""
-        return self.gradients.reducer.aggregate
+        """How frames meet; "sum" where they are added up on their way."""
+        gradients = self.gradients
+        return "sum" if all(r.sums for r in gradients.mean.recipes.values()) else gradients.reducer.aggregate
 
     def log_to(self, to: Any, every: int = 100, layers: bool = False) -> None:
         """Write figures every so many steps, to a TensorBoard SummaryWriter or a function of (figures, step).

@@ -35,6 +35,7 @@ class Link:
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
         # Gloo takes a message that is shorter than the room made for it.
         self.exact = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        self.can_or = self.device.type == "cpu"  # NCCL cannot
         # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
         self.roll_call: RollCall | None = None
@@ -155,10 +156,10 @@ class Link:
         self._count(own, self.world - 1, self.world - 1)
         return own, self._started(reduce_scatter_tensor, own, parts)
 
-    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """The tensor becomes the sum over all ranks."""
+    def all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
+        """The tensor becomes the sum over all ranks, or what another operation makes of them."""
         self.count_all_reduce(tensor.nbytes)
-        return self._started(dist.all_reduce, tensor)
+        return self._started(dist.all_reduce, tensor, operation)
 
     def count_all_reduce(self, size: int) -> None:
         moved = 2 * size * (self.world - 1) // self.world

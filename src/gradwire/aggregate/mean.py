@@ -56,6 +56,9 @@ class Mean:
     def recipe_of(self, name: str) -> Recipe:
         return recipe_of(name, self.recipes)
 
+    def own_recipe(self, part: Part) -> Recipe:
+        return own_recipe(part.name, part.tensor.numel(), self.recipes)
+
     @property
     def flushing(self) -> Recipes:
         """The recipes of a last exchange, if any asks for one; error memories go on under their names."""

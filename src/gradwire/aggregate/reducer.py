@@ -9,6 +9,7 @@ Scatter-reduce:  1. encode a shard for each rank; 2. all-to-all; 3. decode and a
                  mean with an error memory of its own; 4. send it to all; 5. decode all shards, the own one too.
 Hierarchical:    1. reduce-scatter in fp32 among the ranks of a host; 2. all-gather or scatter-reduce of the own shard
                  among the hosts; 3. all-gather in fp32 on the host.
+Summed:          what a recipe can have added up on its way, whatever the aggregation (`summed.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from ..errors import AggregateError, FrameError
+from ..recipe import Recipe
 from . import presence
 from .all_gather import AllGather
 from .all_to_all import AllToAll
@@ -32,7 +34,9 @@ from .message import Subject
 from .pieces import Named, Part, Piece, fingerprint, messages, own_recipe, owners, shards
 from .shard_memory import ShardMemory
 from .staging import Staging
+from .summed import Summed
 from .wire_thread import Job, Pause, WireThread
+from .word_sums import OverLink, WordSums
 
 ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
 
@@ -40,12 +44,16 @@ ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_re
 class Reducer:
     """`link` joins all ranks that average; with a `host`, the link among those of one, it joins one rank of each."""
 
-    def __init__(self, mean: Mean, link: Link, aggregate: str = ALL_GATHER, host: Link | None = None):
+    def __init__(
+        self, mean: Mean, link: Link, aggregate: str = ALL_GATHER, host: Link | None = None,
+        sums: WordSums | None = None,
+    ):  # fmt: skip
         self.mean, self.link, self.aggregate, self.host = mean, link, aggregate, host
         mean.rank, mean.world = link.rank, link.world
         self.wait_s = 0.0  # that the training stood still for the exchange
         self.shards = ShardMemory()
         self._all_gather, self._all_to_all = AllGather(link), AllToAll(link)
+        self.summed = Summed(mean, sums or OverLink(link), link.world)
         self._thread = WireThread()
         self._staging = Staging()
         self._touched: set[str] = set()  # tensors that any rank sent in this step
@@ -69,9 +77,19 @@ class Reducer:
             raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
         ready = self._staging.submitted(tensors)
         self._missing.update(missing)
-        for i, parts in enumerate(messages([(n, t) for n, t in tensors if t.numel()], self.mean.recipes)):
+        for i, parts in enumerate(self._messages(tensors)):
             self._thread.submit(functools.partial(self._job, (key, i), parts, ready))
             self.messages += 1
+
+    def _messages(self, tensors: Named) -> Iterator[list[Part]]:
+        """What is added up on its way travels with its like alone."""
+        alike: dict[Recipe | None, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in tensors:
+            recipe = own_recipe(name, tensor.numel(), self.mean.recipes)
+            if tensor.numel():
+                alike.setdefault(recipe if recipe.sums else None, []).append((name, tensor))
+        for group in alike.values():
+            yield from messages(group, self.mean.recipes)
 
     def finish_step(self) -> set[str]:
         """Wait for all tensors of the step. Memories are committed, or rolled back. Which tensors any rank sent."""
@@ -105,6 +123,7 @@ class Reducer:
 
     def close(self) -> None:
         self._thread.close()
+        self.summed.sums.close()
 
     # ── in the wire thread ──
 
@@ -116,6 +135,8 @@ class Reducer:
         return self._among_all(key, parts)
 
     def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Job:
+        if parts and self.mean.own_recipe(parts[0]).sums and self.aggregate != ALL_REDUCE:
+            return self.summed.job(key, parts, self._present, self._touch)
         ways = {ALL_GATHER: self._gather, SCATTER_REDUCE: self._scatter, ALL_REDUCE: self._reduce}
         return ways[self.aggregate](key, parts, last)
 
@@ -286,10 +307,12 @@ class Reducer:
     def stats(self) -> dict[str, float]:
         own = {
             **self.mean.stats(),
-            "wire_bytes_sent": self.link.bytes_sent,
-            "wire_bytes_received": self.link.bytes_received,
+            "wire_bytes_sent": self.link.bytes_sent + self.summed.sums.bytes_sent,
+            "wire_bytes_received": self.link.bytes_received + self.summed.sums.bytes_received,
             "wait_s": self.wait_s,
         }
+        if any(recipe.sums for recipe in self.mean.recipes.values()):
+            own["repairs"] = self.summed.repairs
         if self.host is not None:
             own |= {"host_bytes_sent": self.host.bytes_sent, "host_bytes_received": self.host.bytes_received}
         return own
