@@ -104,8 +104,11 @@ class State(Gradients):
         own = self.options
         if self._names or self._group or own.optimizer or own.grad_scaler:
             refuse_pickling("the state of a hook in use")
-        plain = {"aggregator": own.aggregator, "aggregator_fallback": own.aggregator_fallback}
-        return functools.partial(State, self._spec, aggregate=own.aggregate, timeout=own.timeout, **plain), ()
+        remade = functools.partial(
+            State, self._spec, aggregate=own.aggregate, timeout=own.timeout, aggregator=own.aggregator,
+            aggregator_fallback=own.aggregator_fallback,
+        )  # fmt: skip
+        return remade, ()
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

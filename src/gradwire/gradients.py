@@ -20,8 +20,8 @@ from .aggregate import auto
 from .aggregate.handshake import Facts, describe
 from .aggregate.link import Link
 from .aggregate.mean import Mean
-from .aggregate.pieces import Spec, spec_text
 from .aggregate.meeting import by_aggregator
+from .aggregate.pieces import Spec, spec_text
 from .aggregate.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
 from .errors import GradwireError, SpecError, unknown_name
@@ -143,11 +143,12 @@ class Gradients:
         aggregate = self.options.aggregate
         if aggregate == "hierarchical":
             host, link = _by_host(link)
-        is_open = aggregate in ("auto", "hierarchical") and not all(r.sums for r in self.mean.recipes.values())
         sums = None
         if self.options.aggregator is not None:
             sums = by_aggregator(link, self.options.aggregator, self.options.aggregator_fallback, self.options.timeout)
-        reducer = Reducer(self.mean, link, ALL_GATHER if aggregate in ("auto", "hierarchical") else aggregate, host, sums)
+        is_open = aggregate in ("auto", "hierarchical")
+        reducer = Reducer(self.mean, link, ALL_GATHER if is_open else aggregate, host, sums)
+        is_open &= not self.sums_all
         if self.options.grad_scaler is not None:
             reducer.scale = self.options.grad_scaler.get_scale
         self._tuner = Tuner(self.mean, self._link, reducer, self._target, is_open)
@@ -181,6 +182,11 @@ class Gradients:
         if self.monitor is not None and self.monitor.due(self.steps):
             self.monitor.write(self.steps, self.stats(), self._errors)
         self.tuner.step_done()
+
+    @property
+    def sums_all(self) -> bool:
+        """Whether all gradients are added up on their way."""
+        return all(recipe.sums for recipe in self.mean.recipes.values())
 
     @property
     def plain(self) -> bool:
@@ -271,7 +277,7 @@ class Handle:
     def aggregate(self) -> str:
         """How frames meet; "sum" where they are added up on their way."""
         gradients = self.gradients
-        return "sum" if all(r.sums for r in gradients.mean.recipes.values()) else gradients.reducer.aggregate
+        return "sum" if gradients.sums_all else gradients.reducer.aggregate
 
     def log_to(self, to: Any, every: int = 100, layers: bool = False) -> None:
         """Write figures every so many steps, to a TensorBoard SummaryWriter or a function of (figures, step).

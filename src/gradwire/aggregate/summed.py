@@ -20,6 +20,7 @@ from .. import kernels
 from ..convert.homomorphic import Homomorphic
 from ..convert.job import Job as Source
 from ..convert.job import NonFinite
+from ..errors import AggregateError
 from ..homomorphic import code, grid
 from ..homomorphic.grid import Grid
 from ..homomorphic.plan import LANES
@@ -72,7 +73,7 @@ class Summed:
         while agreed is not None:
             start = time.perf_counter()
             used, exponent = agreed.grid(), agreed.exponent
-            plan = agreed.plan(message.words, zlib.crc32(repr(key).encode()) + self.mean.steps)
+            plan = agreed.plan(message.words, zlib.crc32(f"{key} {self.mean.steps}".encode()))
             words = message.encode(given, used)
             index, sketch = code.encode(plan, words.positions, words.values)
             ored, added = torch.cat([words.own.ored(), index]), torch.cat([words.own.added(message.print), sketch])
@@ -91,6 +92,8 @@ class Summed:
                 start = time.perf_counter()
                 decoded = code.decode(plan, ored[EXPONENT_WORDS:], added[ADDED_WORDS:])
                 self.mean.decode_s += time.perf_counter() - start
+                if not decoded.consistent:
+                    raise AggregateError("index and sketch do not belong together: the sum of the ranks was damaged")
                 positions, values = self._complete(decoded, words)
                 agreed.unions.append(code.blocks(positions, message.words))
                 message.put(positions, values, used, self.world)
