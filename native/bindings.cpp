@@ -203,6 +203,7 @@ NB_MODULE(_native, m) {
                               int(lengths.size()), symbols.data());
     });
     bind_grid(m);
+    bind_homomorphic(m);
     bind_levels(m);
     bind_sparse(m);
 }

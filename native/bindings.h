@@ -61,6 +61,7 @@ inline size_t chunks_of(size_t count, size_t chunk) { return (count + chunk - 1)
 // Each family of kernels adds its own functions to the module.
 void bind_grid(nb::module_& m);
 void bind_levels(nb::module_& m);
+void bind_homomorphic(nb::module_& m);
 void bind_sparse(nb::module_& m);
 
 }  // namespace gradwire
