@@ -6,7 +6,6 @@ import ctypes
 import errno
 import functools
 import os
-import warnings
 from pathlib import Path
 
 from ..errors import GradwireError
@@ -130,25 +129,19 @@ class Object:
         _library().bpf_object__close(self._object)
 
 
-def attach(program: int, interface: str, index: int) -> int:
-    """A link: the program stays at the interface until the descriptor is closed, or the process ends or is killed."""
-    for mode in (NATIVE, GENERIC):
-        options = _LinkOptions(ctypes.sizeof(_LinkOptions), mode, 0)
-        link: int = _library().bpf_link_create(program, index, BPF_XDP, ctypes.byref(options))
-        if link >= 0:
-            return link
-        number = -link if link < -1 else ctypes.get_errno()
-        if number in (errno.EBUSY, errno.EEXIST):
+def attach(program: int, interface: str, index: int, mode: int) -> int:
+    """A link: the program stays at the interface until the descriptor is closed, or the process ends or is killed.
+    OSError if the interface does not know this mode."""
+    options = _LinkOptions(ctypes.sizeof(_LinkOptions), mode, 0)
+    link: int = _library().bpf_link_create(program, index, BPF_XDP, ctypes.byref(options))
+    try:
+        return _checked(link, f"attach an XDP program to {interface}")
+    except OSError as error:
+        if error.errno in (errno.EBUSY, errno.EEXIST):
             raise GradwireError(
                 f"{interface} has an XDP program already (another aggregator?); see `ip link show {interface}`, and "
                 f"detach it with `ip link set {interface} xdp off` if nobody needs it"
-            )
-        if number == errno.EPERM:
-            raise GradwireError(f"cannot attach to {interface}: {NO_PERMISSION}")
-        if mode == NATIVE:
-            warnings.warn(
-                f"{interface} has no native XDP ({os.strerror(number)}; an MTU above 3498 is one reason): "
-                "using generic XDP, which is slower",
-                stacklevel=3,
-            )
-    raise GradwireError(f"cannot attach an XDP program to {interface}: {os.strerror(number)}; use --engine userspace")
+            ) from None
+        if error.errno == errno.EPERM:
+            raise GradwireError(f"cannot attach to {interface}: {NO_PERMISSION}") from None
+        raise

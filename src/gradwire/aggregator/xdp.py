@@ -5,15 +5,17 @@ links, which the kernel takes away with this process, however it ends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import time
+import warnings
 from collections.abc import Sequence
 
 from ..errors import GradwireError
-from . import libbpf, xdp_build
+from . import libbpf, netdev, xdp_build
 from .engine import Address, Session
 from .places import place
 
@@ -61,12 +63,37 @@ class Xdp:
             names = ("numbers", "sessions", "broadcasts", "counts")
             self._numbers, self._places, self._broadcasts, self._counts = map(self._object.map, names)
             self._object.map("listeners").set(0, LISTENER.pack(*_packed(self.address), 0))
-            program = self._object.program("aggregate")
-            for name, index in zip(self.interfaces, indices, strict=True):
-                self._links.append(libbpf.attach(program, name, index))
+            self._attach(self._object.program("aggregate"), indices)
         except BaseException:
             self.shut()
             raise
+
+    def _attach(self, program: int, indices: list[int]) -> None:
+        """Natively if all interfaces can; what one of them cannot send, none needs to receive."""
+        hindrance = ""
+        for name, index in zip(self.interfaces, indices, strict=True):
+            try:
+                self._links.append(libbpf.attach(program, name, index, libbpf.NATIVE))
+            except OSError as error:
+                hindrance = f"{name} has no native XDP ({error.strerror}; an MTU above 3498 is one reason)"
+            else:
+                if not netdev.takes_redirected(index):
+                    hindrance = (
+                        f"{name} does not send for XDP (of a veth, the worker's end wants `ethtool -K … gro on`)"
+                    )
+        if not hindrance:
+            return
+        warnings.warn(f"{hindrance}: using generic XDP, which is slower", stacklevel=3)
+        self._detach()
+        for name, index in zip(self.interfaces, indices, strict=True):
+            try:
+                self._links.append(libbpf.attach(program, name, index, libbpf.GENERIC))
+            except OSError as error:
+                raise GradwireError(f"{error.strerror}; use --engine userspace") from None
+
+    def _detach(self) -> None:
+        while self._links:
+            os.close(self._links.pop())
 
     def open(self, session: Session) -> None:
         if len(session.addresses) > WORKERS:
@@ -131,10 +158,8 @@ class Xdp:
         return found
 
     def send(self, datagram: bytes, to: Address) -> None:
-        try:
+        with contextlib.suppress(OSError):  # no route, a full buffer, …: lost, like any packet
             self._socket.sendto(datagram, to)
-        except OSError:  # no route, a full buffer, …: to a worker, it is lost like any packet
-            pass
 
     def counters(self) -> dict[str, int]:
         size = 8 * libbpf.cpus()
@@ -151,9 +176,7 @@ class Xdp:
 
     def shut(self) -> None:
         """Detach from all interfaces, and give everything back."""
-        for link in self._links:
-            os.close(link)
-        self._links.clear()
+        self._detach()
         for _, _, devices in self._sessions.values():
             devices.close()
         self._sessions.clear()
