@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import socket
 import struct
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
 SIOCETHTOOL, ETHTOOL_SGRO = 0x8946, 0x2C
@@ -50,6 +52,7 @@ class XdpHosts:
         return f"gradwire-xdp-{os.getpid()}-{what}"
 
     def __enter__(self) -> XdpHosts:
+        remove_leftovers()
         switch = self.name(SWITCH)
         try:
             run("ip", "netns", "add", switch)
@@ -87,14 +90,22 @@ class XdpHosts:
                 enter(before.fileno())
 
 
+def remove_leftovers() -> None:
+    """Namespaces of runs that were killed."""
+    for line in run("ip", "netns", "list").splitlines():
+        name = re.match(r"gradwire-xdp-(\d+)-\w+", line)
+        if name and not Path(f"/proc/{name[1]}").exists():
+            subprocess.run(["ip", "netns", "del", name[0]], check=False, capture_output=True)
+
+
 def enter(namespace: int) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
-def receive_in_batches(interface: str) -> None:
-    """`ethtool -K INTERFACE gro on`: a veth takes packets from its peer's XDP program only with that."""
-    value = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_SGRO, 1))
+def receive_in_batches(interface: str, on: bool = True) -> None:
+    """`ethtool -K INTERFACE gro on` (or off): a veth takes packets from its peer's XDP program only with that."""
+    value = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_SGRO, on))
     request = struct.pack("16sP8x", interface.encode(), ctypes.addressof(value))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCETHTOOL, request)

@@ -126,7 +126,8 @@ class Object:
         return _checked(_library().bpf_program__fd(found), f"find {name}")
 
     def close(self) -> None:
-        _library().bpf_object__close(self._object)
+        _library().bpf_object__close(self._object)  # of nothing, does nothing
+        self._object = ctypes.c_void_p()
 
 
 def attach(program: int, interface: str, index: int, mode: int) -> int:
