@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
@@ -110,23 +111,31 @@ def test_lost_duplicated_and_reordered_packets_are_harmless(hosts, engine):
 
 
 def test_packets_of_all_workers_at_the_same_time(hosts, engine):
-    """Each of four processes sends its packets of one slot 300 times over: every word is added once."""
-    with job(hosts, engine, slots=2) as workers:
-        for round_ in range(6):
-            sent, results = one_round(round_, 2, HOSTS, seed=round_)
-            senders = []
-            for end, own in zip(workers.sockets, sent, strict=True):
-                child = os.fork()
-                if not child:
-                    for _ in range(300):
-                        for packet in own:
-                            end.send(packet)
-                    os._exit(0)
-                senders.append(child)
-            assert [os.waitpid(child, 0)[1] for child in senders] == [0] * HOSTS
-            for worker in range(HOSTS):
-                assert set(workers.received(worker, 0.02)) == results
-    assert engine.counters()["results"] == 12
+    """Two processes, on a processor each, wait for each other before every packet: both reach a slot at once."""
+    slots = 1024
+    with job(hosts, engine, slots=slots, on=range(2)) as workers:
+        for round_ in range(2):
+            sent, results = one_round(round_, slots, 2, seed=round_)
+            at = np.frombuffer(mmap.mmap(-1, 64 * 2), np.int64)[::8]
+            senders = [send_together(workers.sockets[own], sent[own], at, own) for own in range(2)]
+            assert [os.waitpid(child, 0)[1] for child in senders] == [0, 0]
+            assert [set(workers.received(worker, 0.05)) == results for worker in range(2)] == [True, True]
+
+
+def send_together(end: socket.socket, own_packets: list[bytes], at: np.ndarray, own: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[own % len(processors)]})
+    deadline = time.monotonic() + 20
+    for number, packet in enumerate(own_packets, 1):
+        at[own] = number
+        while at[1 - own] < number:
+            if time.monotonic() > deadline:
+                os._exit(1)
+        end.send(packet)
+    os._exit(0)
 
 
 def test_forged_packets_change_nothing(hosts, engine):

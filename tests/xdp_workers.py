@@ -14,6 +14,7 @@ from xdp_hosts import XdpHosts
 
 WORDS, BYTES = 336, 1376
 DATA, RESULT, ADD, OR = 7, 8, 0, 1
+SO_RCVBUFFORCE = 33
 U64 = np.uint64
 FIELDS = "magic:S2 version:u1 kind:u1 session:<u4 round:<u4 slot:<u2 worker:<u2 operation:<u8"
 HEAD = np.dtype([tuple(field.split(":")) for field in FIELDS.split()])
@@ -73,7 +74,7 @@ class Workers:
             worker.bind((f"10.88.0.{host + 1}", 0))
             worker.connect(aggregator)
             worker.settimeout(2)
-            worker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            worker.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 8 << 20)
             self.sockets.append(worker)
 
     @property
