@@ -195,7 +195,7 @@ def test_plans_take_the_fewest_words():
     n = 1_000_000
     assert choose(n, {1: n - 5, 4: n // 4, 16: n // 16}, 0).index == "dense"
     assert choose(n, {1: 50_000, 4: 50_000, 16: 50_000}, 0).lanes == 1
-    assert choose(n, {1: 256_000, 4: 64_000, 16: 16_000}, 0).lanes == 16
+    assert choose(10 * n, {1: 4_000_000, 4: 1_000_000, 16: 250_000}, 0).lanes == 16
     assert choose(n, {1: 50_000}, 0).index == "bitmap" and choose(n, {1: 5000}, 0).index == "bloom"
     assert choose(0, {1: 0, 4: 0, 16: 0}, 0).total_words == 0
     for words in (1, 2, 31, 33, 1000):
