@@ -17,7 +17,7 @@ from ..errors import AggregateError, GradwireError, SpecError
 from . import joining
 
 try:
-    from .._native import AggregatorClient  # type: ignore
+    from .._native import AggregatorClient
 except ImportError:
     AggregatorClient = None
 

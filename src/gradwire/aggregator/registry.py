@@ -129,8 +129,9 @@ class Registry:
         used = sum(other.session.slots for other in self.jobs.values() if other.session)
         room = self.limits.memory // BYTES_A_SLOT - used
         wanted = min(member.join.slots for member in members)
-        slots = min(wanted, room, self.limits.slots, self.engine.most_slots)
-        if reason is None and slots < min(wanted, FEWEST_SLOTS):
+        most = min(wanted, self.limits.slots, self.engine.most_slots)
+        slots = min(most, room)
+        if reason is None and slots < min(most, FEWEST_SLOTS):
             reason = "full: other jobs have all its memory"
         if reason is None and slots < 1:
             reason = "a job wants a slot at least"
