@@ -64,7 +64,11 @@ def data(slot: int, worker: int, adding: int, key: bytes = KEY) -> bytes:
 
 
 def measure(program: int) -> dict[str, float]:
-    found = {"of another port, passed on": nanoseconds(program, frame(0, bytes(1376)).replace(b"\x27\x0f", b"\x27\x0e"), 10**6)}
+    found = {
+        "of another port, passed on": nanoseconds(
+            program, frame(0, bytes(1376)).replace(b"\x27\x0f", b"\x27\x0e"), 10**6
+        )
+    }
     found["forged: its code is checked"] = nanoseconds(program, data(0, 0, 0, bytes(16)), 10**5)
     again = data(0, 0, 0)
     nanoseconds(program, again)
@@ -78,7 +82,10 @@ def measure(program: int) -> dict[str, float]:
             if slot == 127:
                 break
         names = [f"first of a slot, {verb}: copied", f"second of a slot, {verb}", f"third of a slot, {verb}"]
-        names += [f"last of a slot, {verb}: … and the result is written and coded", f"sent again when {verb}: the result"]
+        names += [
+            f"last of a slot, {verb}: … and the result is written and coded",
+            f"sent again when {verb}: the result",
+        ]
         found |= {name: statistics.median(taken) for name, taken in zip(names, times, strict=True)}
     return found
 
