@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 from multiprocessing.synchronize import Event
 
 import torch
@@ -73,40 +74,48 @@ def flood(address: str, seconds: float, sent: multiprocessing.SimpleQueue) -> No
     sent.put(count)
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=1 << 62)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flood", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--address", help="of an aggregator that runs already, with the key of the tests (any engine)")
     for fault in ("loss", "duplicate", "reorder"):
         parser.add_argument(f"--{fault}", type=float, default=0.0)
     options = parser.parse_args()
     if not options.flood and options.rounds == 1 << 62:
         options.rounds = 10000
+    options.faults = Faults(options.loss, options.duplicate, options.reorder)
+    return options
+
+
+def main() -> None:
+    options = read_options()
     with serving() as aggregator:
-        address = options.address or aggregator.address
+        address = aggregator.address
         ip, port = address.rsplit(":", 1)
-        faults = Faults(options.loss, options.duplicate, options.reorder)
-        with LossyProxy((ip, int(port)), faults, options.seed) as proxy:
-            through = proxy.address if any((faults.loss, faults.duplicate, faults.reorder)) else address
-            failures = trial(through, address, options)
+        with LossyProxy((ip, int(port)), options.faults, options.seed) as proxy:
+            through = proxy.address if options.faults.any else address
+            failures = trial(options, lambda worker: (work, through), (flood, address))
         print(f"proxy: {proxy.passed:,} passed, {proxy.lost:,} lost, {proxy.repeated:,} repeated, {proxy.held:,} held")
-        if not options.address:
-            print("aggregator:", aggregator.counters())
+        print("aggregator:", aggregator.counters())
     raise SystemExit(failures)
 
 
-def trial(through: str, address: str, options: argparse.Namespace) -> int:
+def trial(
+    options: argparse.Namespace,
+    worker: Callable[[int], tuple[Callable[..., None], object]],
+    flooder: tuple[Callable[..., None], object],
+) -> int:
+    """Processes that run these functions, each with a place to begin with: `work` and `flood`, or what wraps them."""
     context = multiprocessing.get_context("spawn")
     enough, results, sent = context.Event(), context.SimpleQueue(), context.SimpleQueue()
-    arguments = [(through, worker, options, results, enough) for worker in range(options.workers)]
-    workers = [context.Process(target=work, args=each) for each in arguments]
+    targets = [(*worker(number), number) for number in range(options.workers)]
+    workers = [context.Process(target=f, args=(place, n, options, results, enough)) for f, place, n in targets]
     for process in workers:
         process.start()
     if options.flood:
-        flooding = context.Process(target=flood, args=(address, options.flood, sent))
+        flooding = context.Process(target=flooder[0], args=(flooder[1], options.flood, sent))
         flooding.start()
         flooding.join()
         print(f"flood: {sent.get():,} packets in {options.flood:g} s")

@@ -19,6 +19,10 @@ class Faults:
     duplicate: float = 0.0
     reorder: float = 0.0
 
+    @property
+    def any(self) -> bool:
+        return bool(self.loss or self.duplicate or self.reorder)
+
 
 class LossyProxy:
     """Listens on loopback; every client gets a socket of its own towards the server, as behind a NAT."""
