@@ -52,7 +52,8 @@ class Xdp:
             names = ("numbers", "sessions", "broadcasts", "counts")
             self._numbers, self._places, self._broadcasts, self._counts = map(self._object.map, names)
             self._object.map("listeners").set(0, LISTENER.pack(*_packed(self.address), 0))
-            self._links.attach(self._object.program("aggregate"), self.interfaces)
+            self.program = self._object.program("aggregate")
+            self._links.attach(self.program, self.interfaces)
         except BaseException:
             self.shut()
             raise
