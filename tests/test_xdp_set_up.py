@@ -135,18 +135,24 @@ def echo(hosts: XdpHosts, where: object, ip: str) -> bytes:
 
 
 def test_generic_mode_where_an_interface_has_no_native_one(hosts):
-    """A veth whose peer may send longer packets than a page holds."""
-    switch, worker = hosts.name(SWITCH), hosts.name(2)
-    for namespace, device in ((worker, "eth0"), (switch, "port2")):
+    """A bridge itself."""
+    with pytest.warns(UserWarning, match=r"br0.* natively: using generic XDP"), serving(hosts, ["br0"]) as engine:
+        assert links(hosts).count("xdpgeneric") == 1
+        with job(hosts, engine) as workers:
+            sent, results = one_round(0, 16, HOSTS, seed=0)
+            assert exchange(workers, sent, random.Random(0), loss=0.1) == [results] * HOSTS
+
+
+def test_an_mtu_that_is_too_large(hosts):
+    ends = ((hosts.name(2), "eth0"), (hosts.name(SWITCH), "port2"))
+    for namespace, device in ends:
         run("ip", "-n", namespace, "link", "set", device, "mtu", "9000")
     try:
-        with pytest.warns(UserWarning, match="port2.* natively: using generic XDP"), serving(hosts) as engine:
-            assert "xdpgeneric" in links(hosts)
-            with job(hosts, engine) as workers:
-                sent, results = one_round(0, 16, HOSTS, seed=0)
-                assert exchange(workers, sent, random.Random(0), loss=0.1) == [results] * HOSTS
+        with pytest.raises(GradwireError, match=r"port2.* mtu 1500"), serving(hosts):
+            pass
+        assert "prog/xdp" not in links(hosts)
     finally:
-        for namespace, device in ((worker, "eth0"), (switch, "port2")):
+        for namespace, device in ends:
             run("ip", "-n", namespace, "link", "set", device, "mtu", "1500")
 
 

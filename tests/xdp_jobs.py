@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,9 +17,9 @@ HOSTS = 4
 
 
 @contextmanager
-def serving(hosts: XdpHosts) -> Iterator[Xdp]:
+def serving(hosts: XdpHosts, interfaces: Sequence[str] = ()) -> Iterator[Xdp]:
     with hosts.inside(SWITCH):
-        engine = Xdp((hosts.address, 0), hosts.ports)
+        engine = Xdp((hosts.address, 0), interfaces or hosts.ports)
     try:
         yield engine
     finally:
