@@ -226,3 +226,32 @@ def test_errors_name_the_fix(hosts, engine, monkeypatch):
         monkeypatch.setenv("PATH", "/nonexistent")
         with pytest.raises(GradwireError, match="which was not found: install it"):
             Xdp((hosts.address, 0), ["port0"])
+
+
+def test_without_permission(hosts):
+    ends = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        try:
+            Xdp((hosts.address, 0), hosts.ports)
+        except GradwireError as error:
+            os.write(ends[1], str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(ends[1])
+    with open(ends[0]) as said:
+        assert "CAP_BPF" in said.read()
+    os.waitpid(child, 0)
+
+
+def test_a_cache_that_cannot_be_used(hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "gradwire").write_text("a file")
+    with hosts.inside(SWITCH), pytest.raises(GradwireError, match="set XDG_CACHE_HOME"):
+        Xdp((hosts.address, 0), hosts.ports)
+    (tmp_path / "gradwire").unlink()
+    (tmp_path / "gradwire" / "xdp").mkdir(parents=True)
+    (tmp_path / "gradwire" / "xdp").chmod(0o777)
+    with hosts.inside(SWITCH), pytest.raises(GradwireError, match="others can write there"):
+        Xdp((hosts.address, 0), hosts.ports)

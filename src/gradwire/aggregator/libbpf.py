@@ -41,6 +41,15 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def require_permission() -> None:
+    """Before anything is compiled: root or not, what counts is what the process may do."""
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    have = int(status["CapEff"], 16)
+    net_admin, sys_admin, perfmon, bpf = (have >> bit & 1 for bit in (12, 21, 38, 39))  # linux/capability.h
+    if not net_admin or not (sys_admin or (perfmon and bpf)):
+        raise GradwireError(NO_PERMISSION)
+
+
 _said: list[str] = []
 
 
@@ -56,8 +65,6 @@ def _collect(_level: int, form: bytes, arguments: int) -> int:
 def _checked(result: int, what: str) -> int:
     if result < 0:
         number = -result if result < -1 else ctypes.get_errno()
-        if number in (errno.EPERM, errno.EACCES) and os.geteuid() != 0:
-            raise GradwireError(f"cannot {what}: {NO_PERMISSION}")
         raise OSError(number, f"cannot {what}: {os.strerror(number)}")
     return result
 

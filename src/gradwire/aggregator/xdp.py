@@ -37,6 +37,7 @@ class Xdp:
     def __init__(self, bind: Address, interfaces: Sequence[str]):
         if not interfaces:
             raise GradwireError("the XDP engine needs the interfaces that lead to the workers: --interface NAME, …")
+        libbpf.require_permission()
         self.interfaces = tuple(dict.fromkeys(interfaces))
         self._socket = _listen(bind)
         self.address: Address = self._socket.getsockname()
