@@ -36,7 +36,7 @@ def object_file() -> Path:
         _compile(clang, made)
     except OSError as error:
         raise GradwireError(
-            f"cannot keep the compiled XDP program in {folder}: {error.strerror}; set XDG_CACHE_HOME to a folder of yours"
+            f"cannot keep the compiled XDP program in {folder}: {error.strerror}; set XDG_CACHE_HOME to one of yours"
         ) from None
     return made
 
