@@ -154,7 +154,10 @@ class InNetwork:
             try:
                 operation = self._queue.get(timeout=LOOK_AROUND)
             except queue.Empty:
-                self._look_around()
+                try:
+                    self._look_around()
+                except Exception as error:
+                    self._failure = error
                 continue
             if operation is None:
                 return
@@ -176,21 +179,27 @@ class InNetwork:
         while True:
             if not self._joined:
                 self._join(deadline)
-            outcome = "done"
-            if self._redo and self._last is not None:
-                spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)
-                outcome = self._client.run(self._last.either, self._last.add, *spare, self.timeout, SILENCE)
-            if outcome == "done":
-                self._redo = False
-                outcome = self._client.run(operation.either, operation.add, *results, self.timeout, SILENCE)
-            if outcome == "done":
+            if self._catch_up() and self._through(operation, results):
                 return results
-            if outcome in ("late", "stopped") or self._client.who_left() != packets.NOBODY:
-                raise AggregateError(self._why(outcome))
-            self._joined = False
             age = self._client.result_age()
             if age >= 0:
                 deadline = time.monotonic() - age + self.timeout
+
+    def _catch_up(self) -> bool:
+        """Do the last operation again, for workers that had not finished it when the session ended."""
+        if not self._redo or self._last is None:
+            return True
+        spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)
+        self._redo = not self._through(self._last, spare)
+        return not self._redo
+
+    def _through(self, operation: Operation, results: tuple[Tensor, Tensor]) -> bool:
+        """False if the session is over; AggregateError where joining again would not help."""
+        outcome = self._client.run(operation.either, operation.add, *results, self.timeout, SILENCE)
+        if outcome in ("late", "stopped") or (outcome != "done" and self._client.who_left() != packets.NOBODY):
+            raise AggregateError(self._why(outcome))
+        self._joined = outcome == "done"
+        return self._joined
 
     def _why(self, outcome: str) -> str:
         if outcome == "stopped":
@@ -211,10 +220,8 @@ class InNetwork:
         if not self._joined or self._failure is not None:
             return
         if self._client.glance() == "gone" and self._client.who_left() == packets.NOBODY:
-            try:
-                self._join(time.monotonic() + self.timeout)
-            except AggregateError as error:
-                self._failure = error
+            self._join(time.monotonic() + self.timeout)
+            self._catch_up()
         else:
             self._client.ask()
 
