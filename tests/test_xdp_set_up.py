@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -226,6 +227,21 @@ def test_errors_name_the_fix(hosts, engine, monkeypatch):
         monkeypatch.setenv("PATH", "/nonexistent")
         with pytest.raises(GradwireError, match="which was not found: install it"):
             Xdp((hosts.address, 0), ["port0"])
+
+
+def test_slots_are_given_out_as_long_as_there_are_any(hosts, engine):
+    with ExitStack() as jobs:
+        for number in range(7):
+            jobs.enter_context(job(hosts, engine, number, slots=2048, on=[0]))
+        jobs.enter_context(job(hosts, engine, 7, slots=2000, on=[0]))
+        assert engine.most_slots == 48
+        with pytest.raises(GradwireError, match="no room for 49 slots"), job(hosts, engine, 8, slots=49, on=[0]):
+            pass
+        with job(hosts, engine, 9, slots=48, on=[0, 1]) as last:
+            assert engine.most_slots == 0
+            sent, results = one_round(0, 48, 2, 1, 9)
+            assert exchange(last, sent, random.Random(0)) == [results] * 2
+    assert engine.most_slots == 2048
 
 
 def test_without_permission(hosts):
