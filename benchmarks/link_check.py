@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from hosts import counters
-from star import AGGREGATOR, Star
+from star import Star, address_of_switch
 
 SECONDS = 0.7
 PORT = 5001
@@ -41,7 +41,7 @@ __attribute__((section("xdp"), used)) int bounce(struct xdp_md *context) {
 
 
 def measure(star: Star, rate: str) -> dict[str, float]:
-    """Mbit/s of worker 0, headers included: up and down by TCP on eth0, down by XDP on eth1 (where clang is at hand)."""
+    """Mbit/s of worker 0 with all headers: up and down by TCP, and down by XDP, where clang is at hand."""
     star.shape(rate)
     found = {"up": _tcp(star, 0, 1), "down": _tcp(star, 1, 0)}
     if shutil.which("clang"):
@@ -75,7 +75,7 @@ def _tcp(star: Star, sender: int, receiver: int) -> float:
 
 
 def _bounced(star: Star) -> float:
-    port = star.aggregator_ports[0]
+    port = star.ports("eth2")[0]
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "bounce.c"), Path(folder, "bounce.o")
         source.write_text(BOUNCE)
@@ -97,7 +97,7 @@ def _blast() -> float:
         source.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, PAYLOAD)
         before, start = counters("download"), time.monotonic()
         while time.monotonic() < start + SECONDS:
-            source.sendto(bytes(40 * PAYLOAD), (AGGREGATOR, PORT))
+            source.sendto(bytes(40 * PAYLOAD), (address_of_switch("eth2"), PORT))
         return _megabits(counters("download").since(before).bytes_sent, start)
 
 
