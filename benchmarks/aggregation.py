@@ -147,7 +147,7 @@ def main() -> None:
     torch.set_num_threads(1)  # also in the ranks, which are forked from here
     with Star(WORKERS) as star:
         checked = link_check.measure(star, options.rate)
-        print(aggregation_report.link_line(checked, options.rate), flush=True)
+        print(link_check.line(checked, options.rate), flush=True)
         with Progress(transient=True) as bar:
             tables = race(star, cases, options, bar)
     result = {"entries": options.entries, "workers": WORKERS, "rate": options.rate, "link_check_mbit": checked}

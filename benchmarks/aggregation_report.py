@@ -13,17 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from adders import AGGREGATED, DENSE, SUMS, payload
+from link_check import line
 from machine import processor
 
 RESULTS = Path(__file__).parent / "results"
 HEAD = ("", "GB/s", "× dense", "ms", "quartiles", "floor, ms", "÷ floor", "MB up", "MB down", "by arithmetic", "exact")
 TOO_WIDE = ("quartiles", "MB down", "by arithmetic")  # for a terminal
 GOAL = 6.33  # × dense at a union of 5%: what arXiv 2402.07529 reports
-
-
-def link_line(checked: dict[str, float], rate: str) -> str:
-    found = ", ".join(f"{speed:.0f} Mbit/s {way}" for way, speed in checked.items())
-    return f"link check at {rate}: {found}"
 
 
 def cells(table: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]:
@@ -85,8 +81,8 @@ def show(result: dict[str, Any]) -> None:
             row = cells(table, name, result)
             shown.add_row(*(row[i] for i in kept))
         console.print(shown)
-    for line in verdicts(result):
-        console.print(line, highlight=False)
+    for verdict in verdicts(result):
+        console.print(verdict, highlight=False)
 
 
 def markdown(result: dict[str, Any], command: str) -> str:
@@ -94,7 +90,7 @@ def markdown(result: dict[str, Any], command: str) -> str:
     lines.append(
         f"{result['workers']} workers, {result['entries'] / 1e6:.1f} M fp32 entries each, one thread a worker."
     )
-    lines.append(f"{link_line(result['link_check_mbit'], result['rate'])}.\n")
+    lines.append(f"{line(result['link_check_mbit'], result['rate'])}.\n")
     lines.append(
         "GB/s of dense gradient summed, median of all rounds. The floor is what the cable takes for the bytes with "
         "headers that it carried; MB are of one worker, up and down, and for plain contestants by arithmetic, too.\n"
@@ -102,7 +98,7 @@ def markdown(result: dict[str, Any], command: str) -> str:
     for table in result["tables"]:
         lines += [f"\n### {title(table)}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
         lines += [f"| {' | '.join(cells(table, name, result))} |" for name in table["rows"]]
-    return "\n".join([*lines, "\n### Goals\n", *(f"- {line}" for line in verdicts(result))]) + "\n"
+    return "\n".join([*lines, "\n### Goals\n", *(f"- {verdict}" for verdict in verdicts(result))]) + "\n"
 
 
 def publish(result: dict[str, Any], options: argparse.Namespace) -> None:

@@ -51,6 +51,11 @@ def measure(star: Star, rate: str) -> dict[str, float]:
     return found
 
 
+def line(checked: dict[str, float], rate: str) -> str:
+    found = ", ".join(f"{speed:.0f} Mbit/s {way}" for way, speed in checked.items())
+    return f"link check at {rate}: {found}"
+
+
 def _tcp(star: Star, sender: int, receiver: int) -> float:
     with star.visit(receiver):
         server = socket.create_server((f"10.77.0.{receiver + 1}", PORT))
