@@ -27,8 +27,7 @@ FRONTS = ("attach", "DataParallel")
 
 def names(codecs: list[str]) -> list[str]:
     """In the order of the table."""
-    fronts = FRONTS if hasattr(gradwire, "DataParallel") else FRONTS[:1]
-    return [COMPUTE, *PEERS, *(f"{front} {codec}" for front in fronts for codec in codecs)]
+    return [COMPUTE, *PEERS, *(f"{front} {codec}" for front in FRONTS for codec in codecs)]
 
 
 def make_model() -> nn.Module:
@@ -84,9 +83,11 @@ class Contestant:
         return bool(self.handle.gradients.tuner.auto.settled)
 
     def choice(self) -> str:
-        """The recipe that `auto` has settled on, and how frames meet, where handles tell it."""
-        recipe = getattr(self.handle, "recipe", "") if "auto" in self.name else ""
-        aggregate = getattr(self.handle, "aggregate", "") if dist.get_world_size() > 2 else ""
+        """The recipe that `auto` has settled on, and how frames meet where there is a choice."""
+        if self.handle is None:
+            return ""
+        recipe = self.handle.recipe if "auto" in self.name else ""
+        aggregate = self.handle.aggregate if dist.get_world_size() > 2 else ""
         return ", ".join(part for part in (recipe, aggregate) if part)
 
     def steps(self, count: int) -> dict[str, Any]:

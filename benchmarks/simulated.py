@@ -88,13 +88,13 @@ def decode_once(mean: Mean, meeting: Meeting, rank: int) -> None:
     def average(pieces: Sequence[Piece], arrived: Sequence[Any]) -> None:
         def make() -> list[torch.Tensor]:
             own(pieces, arrived)
-            return [part.of(part.tensor) for piece in pieces for part in piece.parts]
+            return [part.entries for piece in pieces for part in piece.parts]
 
         made = meeting.share(rank, make)
         if rank:
             mean.finite = True
             for part, result in zip((part for p in pieces for part in p.parts), made, strict=True):
-                part.of(part.tensor).copy_(result)
+                part.entries.copy_(result)
         meeting.barrier.wait()  # before rank 0 goes on with its tensors
 
     mean.average = average  # type: ignore[method-assign]

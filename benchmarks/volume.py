@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import json
 import statistics
 import sys
@@ -39,10 +38,6 @@ PORT = 29700
 Figures = dict[str, float]
 
 
-def has_aggregate() -> bool:
-    return "aggregate" in inspect.signature(gradwire.ddp.attach).parameters
-
-
 class Rank:
     """One rank: every codec and aggregation in turn, on a model of its own each."""
 
@@ -53,8 +48,7 @@ class Rank:
         torch.manual_seed(0)
         layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
         model = DistributedDataParallel(nn.Sequential(*layers))
-        how: dict[str, Any] = {"aggregate": aggregation} if has_aggregate() else {}
-        handle = gradwire.ddp.attach(model, codec, **how)
+        handle = gradwire.ddp.attach(model, codec, aggregate=aggregation)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         torch.manual_seed(1 + self.rank)
 
@@ -153,7 +147,7 @@ def measure(world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         place: Hosts | Loopback = Loopback() if options.loopback else stack.enter_context(Hosts(world))
         for i, codec in enumerate(options.codecs):
-            for j, aggregation in enumerate(AGGREGATIONS if has_aggregate() else AGGREGATIONS[:1]):
+            for j, aggregation in enumerate(AGGREGATIONS):
                 row: dict[str, Any] = {"codec": codec, "aggregation": aggregation, "ranks": world}
                 crew = Crew(Rank, place, world, PORT + 20 * i + j)
                 stack.callback(crew.close)

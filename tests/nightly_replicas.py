@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ranks import launch
-from replicas import AGGREGATIONS, Training, aggregations, progress_line, recipes_for_a_hook, verdict, work
+from replicas import AGGREGATIONS, Training, progress_line, recipes_for_a_hook, verdict, work
 
 WORLDS = (2, 3, 4)
 Found = dict[tuple[Training, int], str]  # what came of it, with so many ranks
@@ -36,7 +36,7 @@ def main() -> None:
         if options.first not in recipes:
             parser.error(f"--from {options.first}: not one of {', '.join(recipes)}")
         recipes = recipes[recipes.index(options.first) :]
-    trainings = [Training(recipe, how, options.steps) for recipe in recipes for how in aggregations()]
+    trainings = [Training(recipe, how, options.steps) for recipe in recipes for how in AGGREGATIONS]
     found: Found = {}
     start = time.monotonic()
     try:

@@ -6,7 +6,6 @@ A part of it is a test (test_replicas.py), all of it a program (nightly_replicas
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,10 +22,6 @@ from ranks import Net, connect, digest, loss_of
 
 SMALL_BUCKETS = 0.001  # MB: three of them for this model
 AGGREGATIONS = ("all_gather", "scatter_reduce")
-
-
-def aggregations() -> tuple[str, ...]:
-    return AGGREGATIONS if "aggregate" in inspect.signature(gradwire.ddp.attach).parameters else AGGREGATIONS[:1]
 
 
 def recipes_for_a_hook() -> list[str]:
@@ -50,8 +45,7 @@ def train(training: Training, rank: int) -> list[str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    how = {"aggregate": training.aggregation} if len(aggregations()) > 1 else {}
-    gradwire.ddp.attach(model, training.recipe, optimizer=optimizer, **how)
+    gradwire.ddp.attach(model, training.recipe, optimizer=optimizer, aggregate=training.aggregation)
     digests = []
     for step in range(training.steps):
         optimizer.zero_grad()

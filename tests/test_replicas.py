@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 
 from ranks import launch
-from replicas import AGGREGATIONS, Training, aggregations, recipes_for_a_hook, verdict, work
+from replicas import AGGREGATIONS, Training, recipes_for_a_hook, verdict, work
 
 STEPS = 20
 RECIPES = ("co3", "orq", "topk", "sbc")  # a memory; random and none; sparse; sparse with the optimizer's momentum
-TRAININGS = [Training(recipe, how, STEPS) for recipe in RECIPES for how in aggregations()]
+TRAININGS = [Training(recipe, how, STEPS) for recipe in RECIPES for how in AGGREGATIONS]
 SPOILED = Training("none", AGGREGATIONS[0], 5, spoiled_at=2)
 
 
@@ -23,8 +23,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list:
 @pytest.mark.parametrize("how", AGGREGATIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replicas_stay_identical(results, recipe, how):
-    if how not in aggregations():
-        pytest.skip("attach has no aggregate= yet")
     assert verdict(Training(recipe, how, STEPS), results) == "equal"
 
 

@@ -67,11 +67,13 @@ class DataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         aggregate: str = "auto",
         timeout: float | None = None,
+        aggregator: str | None = None,
+        aggregator_fallback: bool = False,
     ):
         super().__init__()
         _check(module)
         self.module = module
-        options = Options(optimizer, grad_scaler, aggregate, timeout)
+        options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback)
         self.gradwire = DataParallelHandle(Gradients(spec, named_parameters(module), process_group, options))
         self._gradients.connect()
         _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])

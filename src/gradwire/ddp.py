@@ -40,10 +40,13 @@ class State(Gradients):
         grad_scaler: Scaler | None = None,
         aggregate: str = "auto",
         timeout: float | None = None,
+        aggregator: str | None = None,
+        aggregator_fallback: bool = False,
     ):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = None if inner is None else named_parameters(inner)
-        super().__init__(spec, parameters, process_group, Options(optimizer, grad_scaler, aggregate, timeout))
+        options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback)
+        super().__init__(spec, parameters, process_group, options)
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
@@ -101,7 +104,11 @@ class State(Gradients):
         own = self.options
         if self._names or self._group or own.optimizer or own.grad_scaler:
             refuse_pickling("the state of a hook in use")
-        return functools.partial(State, self._spec, aggregate=own.aggregate, timeout=own.timeout), ()
+        remade = functools.partial(
+            State, self._spec, aggregate=own.aggregate, timeout=own.timeout, aggregator=own.aggregator,
+            aggregator_fallback=own.aggregator_fallback,
+        )  # fmt: skip
+        return remade, ()
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -147,6 +154,8 @@ def attach(
     grad_scaler: Scaler | None = None,
     aggregate: str = "auto",
     timeout: float | None = None,
+    aggregator: str | None = None,
+    aggregator_fallback: bool = False,
 ) -> DDPHandle:
     """Compress the gradients of a DDP model. `spec` is a recipe, or a dict from name patterns to recipes.
 
@@ -156,6 +165,10 @@ def attach(
     With a `grad_scaler` error memory follows the scale of the loss. `aggregate` is how frames meet: "all_gather",
     "scatter_reduce", "hierarchical", or "auto" for what is fastest (docs/aggregation.md). A peer that does not answer
     within `timeout` seconds, by default those of the process group, is an AggregateError.
+
+    The recipe `homomorphic` has gradients added up on their way: over the process group, or by the `aggregator` at
+    "host:port" (docs/aggregator.md). With `aggregator_fallback` training goes on over the process group where that does
+    not answer.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, DistributedDataParallel):
@@ -168,6 +181,7 @@ def attach(
         state = State(
             spec, model, model.process_group, optimizer,
             grad_scaler=grad_scaler, aggregate=aggregate, timeout=timeout,
+            aggregator=aggregator, aggregator_fallback=aggregator_fallback,
         )  # fmt: skip
         state.connect()
     except BaseException:

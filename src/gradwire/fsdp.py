@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .aggregate import auto
-from .aggregate.link import Link
+from .aggregate.link import Link, reduce_scatter_tensor
 from .aggregate.pieces import Spec, parse_spec, recipe_of, spec_text
 from .aggregate.shard_frames import ShardFrames
 from .aggregate.sharded import AllReduce, ReduceScatter
 from .correct.flat_memory import FlatMemory
+from .correct.residual import memory_in
 from .errors import GradwireError, SpecError, unknown_name
 from .fully_shard import Module, modules_of, warn_of_unused, weight_of
 from .gradients import Scaler
@@ -36,7 +37,6 @@ from .recipe import Recipe
 
 _log = logging.getLogger(__name__)
 MEMORIES: dict[str, torch.dtype | None] = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
-_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Handle:
@@ -75,7 +75,7 @@ class Handle:
         if flat.numel() != layout.row * layout.ranks or not flat.is_floating_point():
             # FSDP2 leaves out parameters without a gradient, and does not say which ones.
             warn_of_unused(module.name)
-            _reduce_scatter_tensor(out, flat, op=op, group=group)
+            reduce_scatter_tensor(out, flat, op=op, group=group)
             return
         weight = weight_of(op, self._link.world, module.divide_factor)
         self._run(lambda: self._reduce_scatter(module.name, layout, flat.view(layout.ranks, -1), out, weight))
@@ -154,12 +154,7 @@ class Handle:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
         state = own_part(state)
-        memory = state.get("memory")
-        if not isinstance(memory, dict):
-            raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
-        unknown = sorted(set(memory) - set(self._module_of))
-        if unknown:
-            raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
+        memory = memory_in(state, self._module_of)
         flat = {name: self._module_of[name].flattened(name, e) for name, e in memory.items()}
         if self.frames.memory is not None:
             self.frames.memory.load(flat)

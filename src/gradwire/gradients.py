@@ -20,6 +20,7 @@ from .aggregate import auto
 from .aggregate.handshake import Facts, describe
 from .aggregate.link import Link
 from .aggregate.mean import Mean
+from .aggregate.meeting import by_aggregator
 from .aggregate.pieces import Spec, spec_text
 from .aggregate.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from .correct.momentum import Takeover
@@ -47,6 +48,8 @@ class Options:
     grad_scaler: Scaler | None = None
     aggregate: str = "auto"
     timeout: float | None = None  # seconds
+    aggregator: str | None = None  # host:port
+    aggregator_fallback: bool = False  # whether to go on without it
 
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATIONS:
@@ -82,6 +85,8 @@ class Gradients:
         self._takeover: Takeover | None = None
         for chosen in self.mean.recipes.values():
             _check_for_every_step(chosen, parameters is not None)
+        if options.aggregator is not None and not any(chosen.sums for chosen in self.mean.recipes.values()):
+            raise SpecError(f"an aggregator adds up integers, which {self._spec_text} does not send: use 'homomorphic'")
         self._tensors: Facts = {}
         if parameters is not None:
             named = list(parameters)
@@ -138,8 +143,12 @@ class Gradients:
         aggregate = self.options.aggregate
         if aggregate == "hierarchical":
             host, link = _by_host(link)
+        sums = None
+        if self.options.aggregator is not None:
+            sums = by_aggregator(link, self.options.aggregator, self.options.aggregator_fallback, self.options.timeout)
         is_open = aggregate in ("auto", "hierarchical")
-        reducer = Reducer(self.mean, link, ALL_GATHER if is_open else aggregate, host)
+        reducer = Reducer(self.mean, link, ALL_GATHER if is_open else aggregate, host, sums)
+        is_open &= not self.sums_all
         if self.options.grad_scaler is not None:
             reducer.scale = self.options.grad_scaler.get_scale
         self._tuner = Tuner(self.mean, self._link, reducer, self._target, is_open)
@@ -173,6 +182,11 @@ class Gradients:
         if self.monitor is not None and self.monitor.due(self.steps):
             self.monitor.write(self.steps, self.stats(), self._errors)
         self.tuner.step_done()
+
+    @property
+    def sums_all(self) -> bool:
+        """Whether all gradients are added up on their way."""
+        return all(recipe.sums for recipe in self.mean.recipes.values())
 
     @property
     def plain(self) -> bool:
@@ -261,8 +275,9 @@ class Handle:
 
     @property
     def aggregate(self) -> str:
-        """How frames meet."""
-        return self.gradients.reducer.aggregate
+        """How frames meet; "sum" where they are added up on their way."""
+        gradients = self.gradients
+        return "sum" if gradients.sums_all else gradients.reducer.aggregate
 
     def log_to(self, to: Any, every: int = 100, layers: bool = False) -> None:
         """Write figures every so many steps, to a TensorBoard SummaryWriter or a function of (figures, step).

@@ -51,6 +51,11 @@ class Recipe:
         """The largest norm of a worker's gradient; 0 for any."""
         return float(self.values.get("clip_norm", 0))
 
+    @property
+    def sums(self) -> bool:
+        """Whether what workers send can be added up on its way, without being decoded."""
+        return self.codec.converter.sums
+
     # ── what to select ──
 
     @property

@@ -20,9 +20,9 @@ from .in_thread import InThread
 from .lost import COMPUTING, WAITING, explain, wait
 from .roll_call import RollCall
 
-# torch 2.13 renamed it and warns about the old name.
+# torch 2.13 renamed them and warns about the old names.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Link:
@@ -35,6 +35,7 @@ class Link:
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
         # Gloo takes a message that is shorter than the room made for it.
         self.exact = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        self.can_or = self.device.type == "cpu"  # NCCL cannot
         # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
         self.roll_call: RollCall | None = None
@@ -128,18 +129,12 @@ class Link:
 
     # ── collectives ──
 
-    def all_gather(self, block: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, dist.Work]:
-        """The blocks of all ranks, which are equally long, end to end; `into` may be longer."""
+    def all_gather(self, block: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """The blocks of all ranks, which are equally long, end to end."""
         block = block.to(self.device)
-        size = self.world * len(block)
-        gathered = torch.empty(size, dtype=block.dtype, device=self.device) if into is None else into[:size]
+        gathered = torch.empty(self.world * len(block), dtype=block.dtype, device=self.device)
         self._count(block, self.world - 1, self.world - 1)
-        try:
-            work = _all_gather_tensor(gathered, block, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        assert work is not None
-        return gathered, work
+        return gathered, self._started(_all_gather_tensor, gathered, block)
 
     def all_to_all(
         self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor
@@ -153,33 +148,18 @@ class Link:
         blocks = blocks.to(self.device)
         sizes_out = [len(part) for part in parts]
         self.bytes_sent += (len(blocks) - sizes_out[self.rank]) * blocks.element_size()
-        try:
-            work = dist.all_to_all_single(into, blocks, list(sizes_in), sizes_out, self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        assert work is not None
-        return into, work
+        return into, self._started(dist.all_to_all_single, into, blocks, list(sizes_in), sizes_out)
 
     def reduce_scatter(self, parts: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         """The sum over all ranks of this rank's part; parts has one for each, equally long, end to end."""
         own = torch.empty(len(parts) // self.world, dtype=parts.dtype, device=parts.device)
         self._count(own, self.world - 1, self.world - 1)
-        try:
-            work = _reduce_scatter_tensor(own, parts, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        assert work is not None
-        return own, work
+        return own, self._started(reduce_scatter_tensor, own, parts)
 
-    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """The tensor becomes the sum over all ranks."""
+    def all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
+        """The tensor becomes the sum over all ranks, or what another operation makes of them."""
         self.count_all_reduce(tensor.nbytes)
-        try:
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        assert work is not None
-        return work
+        return self._started(dist.all_reduce, tensor, operation)
 
     def count_all_reduce(self, size: int) -> None:
         moved = 2 * size * (self.world - 1) // self.world
@@ -214,14 +194,18 @@ class Link:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """All ranks get rank 0's tensor."""
         sent = tensor.detach().to(self.device, memory_format=torch.contiguous_format)
-        try:
-            work = dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        self.wait(work)
+        self.wait(self._started(dist.broadcast, sent, dist.get_global_rank(self.group, 0)))
         self._count(sent, children(self.rank, self.world), int(self.rank > 0))
         if sent.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(sent)
+
+    def _started(self, collective: Callable[..., dist.Work | None], *arguments: Any) -> dist.Work:
+        try:
+            work = collective(*arguments, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        assert work is not None
+        return work
 
     def wait(self, work: dist.Work | InThread) -> None:
         try:

@@ -20,8 +20,8 @@ import torch
 
 from .. import codecs, wire
 from ..correct.momentum import Factor, Velocity
-from ..correct.residual import Residual
-from ..errors import AggregateError, FrameError, GradwireError
+from ..correct.residual import Residual, memory_in
+from ..errors import AggregateError, FrameError
 from ..monitor import Error
 from ..recipe import Recipe, budget_parts
 from .message import PREFIX
@@ -55,6 +55,9 @@ class Mean:
 
     def recipe_of(self, name: str) -> Recipe:
         return recipe_of(name, self.recipes)
+
+    def own_recipe(self, part: Part) -> Recipe:
+        return own_recipe(part.name, part.tensor.numel(), self.recipes)
 
     @property
     def flushing(self) -> Recipes:
@@ -114,7 +117,7 @@ class Mean:
 
     def most_bytes(self, pieces: Sequence[Piece]) -> int:
         """That the frames of the pieces can have, on any rank."""
-        return sum(piece.codec.max_frame_bytes(part.of(part.tensor)) for piece in pieces for part in piece.parts)
+        return sum(piece.codec.max_frame_bytes(part.entries) for piece in pieces for part in piece.parts)
 
     def _encode_piece(
         self, piece: Piece, sources: list[torch.Tensor], out: torch.Tensor, memory: Residual, salt: str
@@ -255,9 +258,7 @@ class Mean:
         return {"steps": self.steps, "memory": memory, **({"velocity": velocity} if velocity else {})}
 
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
-        unknown = sorted(set(state.get("memory", {})) - names) if names else []
-        if unknown:
-            raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
+        memory_in(state, names)
         self.residual.load_state_dict(state)
         self.velocity.memory = {name: v.float().clone() for name, v in state.get("velocity", {}).items()}
         self.steps = int(state.get("steps", 0))

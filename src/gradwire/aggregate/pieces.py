@@ -49,6 +49,10 @@ class Part:
         """The same entries of another tensor of this shape; whole tensors keep their shape."""
         return tensor if self.whole else tensor.view(-1)[self.lo : self.hi]
 
+    @property
+    def entries(self) -> torch.Tensor:
+        return self.of(self.tensor)
+
     def cut(self, pieces: int, aligned: int) -> list[Part]:
         step = -(-self.size // pieces // aligned) * aligned
         edges = [*range(self.lo, self.hi, step), self.hi] if step else [self.lo, self.hi]
@@ -79,14 +83,14 @@ class Piece:
         """Where frames are decoded to: the part itself, or a flat tensor for several of them."""
         first = self.parts[0]
         if len(self.parts) == 1:
-            return first.of(first.tensor)
+            return first.entries
         return torch.empty(sum(self.sizes), dtype=first.tensor.dtype)
 
     def put(self, target: torch.Tensor) -> None:
         """The tensors become what was decoded."""
         if len(self.parts) > 1:
             for part, values in zip(self.parts, target.split(self.sizes), strict=True):
-                own = part.of(part.tensor)
+                own = part.entries
                 own.copy_(values.view(own.shape))
 
 

@@ -9,6 +9,7 @@ Scatter-reduce:  1. encode a shard for each rank; 2. all-to-all; 3. decode and a
                  mean with an error memory of its own; 4. send it to all; 5. decode all shards, the own one too.
 Hierarchical:    1. reduce-scatter in fp32 among the ranks of a host; 2. all-gather or scatter-reduce of the own shard
                  among the hosts; 3. all-gather in fp32 on the host.
+Summed:          what a recipe can have added up on its way, whatever the aggregation (`summed.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import AggregateError, FrameError
+from ..recipe import Recipe
 from . import presence
 from .all_gather import AllGather
 from .all_to_all import AllToAll
@@ -31,7 +34,9 @@ from .message import Subject
 from .pieces import Named, Part, Piece, fingerprint, messages, own_recipe, owners, shards
 from .shard_memory import ShardMemory
 from .staging import Staging
+from .summed import Summed
 from .wire_thread import Job, Pause, WireThread
+from .word_sums import OverLink, WordSums
 
 ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
 
@@ -39,12 +44,16 @@ ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_re
 class Reducer:
     """`link` joins all ranks that average; with a `host`, the link among those of one, it joins one rank of each."""
 
-    def __init__(self, mean: Mean, link: Link, aggregate: str = ALL_GATHER, host: Link | None = None):
+    def __init__(
+        self, mean: Mean, link: Link, aggregate: str = ALL_GATHER, host: Link | None = None,
+        sums: WordSums | None = None,
+    ):  # fmt: skip
         self.mean, self.link, self.aggregate, self.host = mean, link, aggregate, host
         mean.rank, mean.world = link.rank, link.world
         self.wait_s = 0.0  # that the training stood still for the exchange
         self.shards = ShardMemory()
         self._all_gather, self._all_to_all = AllGather(link), AllToAll(link)
+        self.summed = Summed(mean, sums or OverLink(link), link.world)
         self._thread = WireThread()
         self._staging = Staging()
         self._touched: set[str] = set()  # tensors that any rank sent in this step
@@ -68,9 +77,19 @@ class Reducer:
             raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
         ready = self._staging.submitted(tensors)
         self._missing.update(missing)
-        for i, parts in enumerate(messages([(n, t) for n, t in tensors if t.numel()], self.mean.recipes)):
+        for i, parts in enumerate(self._messages(tensors)):
             self._thread.submit(functools.partial(self._job, (key, i), parts, ready))
             self.messages += 1
+
+    def _messages(self, tensors: Named) -> Iterator[list[Part]]:
+        """What is added up on its way travels with its like alone."""
+        alike: dict[Recipe | None, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in tensors:
+            recipe = own_recipe(name, tensor.numel(), self.mean.recipes)
+            if tensor.numel():
+                alike.setdefault(recipe if recipe.sums else None, []).append((name, tensor))
+        for group in alike.values():
+            yield from messages(group, self.mean.recipes)
 
     def finish_step(self) -> set[str]:
         """Wait for all tensors of the step. Memories are committed, or rolled back. Which tensors any rank sent."""
@@ -104,6 +123,7 @@ class Reducer:
 
     def close(self) -> None:
         self._thread.close()
+        self.summed.sums.close()
 
     # ── in the wire thread ──
 
@@ -115,6 +135,8 @@ class Reducer:
         return self._among_all(key, parts)
 
     def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Job:
+        if parts and self.mean.own_recipe(parts[0]).sums and self.aggregate != ALL_REDUCE:
+            return self.summed.job(key, parts, self._present, self._touch)
         ways = {ALL_GATHER: self._gather, SCATTER_REDUCE: self._scatter, ALL_REDUCE: self._reduce}
         return ways[self.aggregate](key, parts, last)
 
@@ -148,7 +170,7 @@ class Reducer:
         self._flushed = set()
 
     def _reduce(self, key: Hashable, parts: list[Part], last: bool) -> Job:
-        flat = torch.cat([as_it_is(part).reshape(-1) for part in parts]) if len(parts) > 1 else as_it_is(parts[0])
+        flat = torch.cat([part.entries.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].entries
         values = flat.view(-1).split([part.size for part in parts])
         for part, own in zip(parts, values, strict=True):
             if part.name in self.mean.residual.memory:
@@ -165,7 +187,7 @@ class Reducer:
         flat.copy_(moved) if moved is not flat else None
         for part, own in zip(parts, values, strict=True):
             if len(parts) > 1:
-                as_it_is(part).copy_(own.view(as_it_is(part).shape))
+                part.entries.copy_(own.view(part.entries.shape))
             self._touch(part)
         if self._flushed:
             self.mean.finite &= bool(flat.isfinite().all())
@@ -187,11 +209,12 @@ class Reducer:
         own = [self.shards.apart(piece) for piece in owned[self.link.rank]]
         sent = self._average(list(enumerate(self._all_to_all.finish(exchange))), own)
         given = only(own, sent)
-        block, length = self.mean.encode((key, "sum"), given, presence.pack(sent), as_it_is, self.shards.memory, "sum:")
-        # Shards differ in length, so that an all-gather, whose blocks are as long as the longest, would send more.
-        everyone = self._all_to_all.start((key, "sum"), subject, [block] * self.link.world, [length] * self.link.world)
-        yield Pause((lambda: self._all_to_all.ready(everyone)) if last else None)
-        for rank, message in enumerate(self._all_to_all.finish(everyone)):
+        block, length = self.mean.encode(
+            (key, "sum"), given, presence.pack(sent), attrgetter("entries"), self.shards.memory, "sum:"
+        )
+        ticket = self._all_gather.start(key, subject, block, length)
+        yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
+        for rank, message in enumerate(self._all_gather.finish(ticket)):
             self._average([(rank, message)], owned[rank])
 
     def _subject(self, pieces: Sequence[Piece]) -> Subject:
@@ -224,7 +247,7 @@ class Reducer:
 
     def _touch(self, part: Part) -> None:
         """It has a mean, of which others do not say who contributed: a gradient, unless nobody had one."""
-        if part.name not in self._missing or bool(as_it_is(part).any()):
+        if part.name not in self._missing or bool(part.entries.any()):
             self._touched.add(part.name)
 
     # ── tensors that are not there ──
@@ -237,7 +260,7 @@ class Reducer:
     def _present(self, part: Part) -> bool:
         if part.name in self._missing and self.host is None:  # another rank of the host may have a gradient
             return False
-        if part.name in self.mean.factors or not presence.is_zero(part.of(part.tensor)):
+        if part.name in self.mean.factors or not presence.is_zero(part.entries):
             return True
         if not part.whole and part.name in self.mean.residual.memory:  # other parts of it may be there
             before, after = self.mean.residual.buffers(part.name, part.tensor)
@@ -261,13 +284,13 @@ class Reducer:
             for rank, present, frames in opened:
                 found = self._opened(rank, frames, only(pieces, present), 1 / len(arrived))
                 for i in (i for i, here in enumerate(present) if here):
-                    own = as_it_is(parts[i])
+                    own = parts[i].entries
                     values = next(found).view(own.shape)
                     own.add_(values) if sent[i] else own.copy_(values)  # as if all ranks had sent all parts
                     sent[i] = True
             for part, here in zip(parts, sent, strict=True):
                 if not here:
-                    as_it_is(part).zero_()
+                    part.entries.zero_()
         self._touched.update(part.name for part, here in zip(parts, sent, strict=True) if here)
         return sent
 
@@ -284,10 +307,12 @@ class Reducer:
     def stats(self) -> dict[str, float]:
         own = {
             **self.mean.stats(),
-            "wire_bytes_sent": self.link.bytes_sent,
-            "wire_bytes_received": self.link.bytes_received,
+            "wire_bytes_sent": self.link.bytes_sent + self.summed.sums.bytes_sent,
+            "wire_bytes_received": self.link.bytes_received + self.summed.sums.bytes_received,
             "wait_s": self.wait_s,
         }
+        if any(recipe.sums for recipe in self.mean.recipes.values()):
+            own["repairs"] = self.summed.repairs
         if self.host is not None:
             own |= {"host_bytes_sent": self.host.bytes_sent, "host_bytes_received": self.host.bytes_received}
         return own
@@ -347,20 +372,16 @@ def only(pieces: Sequence[Piece], present: Sequence[bool]) -> list[Piece]:
     return given
 
 
-def as_it_is(part: Part) -> torch.Tensor:
-    return part.of(part.tensor)
-
-
 def _lay_out(row: torch.Tensor, parts: list[Part]) -> None:
     at = 0
     for part in parts:
-        row[at : at + part.size] = part.of(part.tensor).view(-1)
+        row[at : at + part.size] = part.entries.view(-1)
         at += part.size
 
 
 def _take(row: torch.Tensor, parts: list[Part]) -> None:
     at = 0
     for part in parts:
-        own = part.of(part.tensor)
+        own = part.entries
         own.copy_(row[at : at + part.size].view(own.shape))
         at += part.size

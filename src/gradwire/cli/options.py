@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import checkpoint, tasks
 from ..errors import GradwireError, unknown_name
 from ..gradients import AGGREGATIONS
-from ..tasks.parallel import spelled_out
+from ..tasks.parallel import spelled_out, sums
 from ..tasks.settings import SHARED, Settings
 
 MINIMUM_ONE = ("workers", "sync_every", "epochs", "steps", "batch_size", "save_every", "threads")
@@ -39,6 +39,8 @@ class Options:
     sync_every: int | None
     device: str
     aggregate: str | None
+    aggregator: str | None
+    aggregator_fallback: bool
 
 
 def resolve(options: Options) -> tuple[Settings, int | None]:
@@ -56,6 +58,12 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
     for codec in codecs:
         spelled_out(codec)  # a SpecError now, not in every worker
+    if options.aggregator and not any(sums(codec) for codec in codecs):
+        raise GradwireError("--aggregator adds up integers, which only --codec homomorphic sends: choose that")
+    if options.aggregator and (options.sync_every or 1) > 1:
+        raise GradwireError("--aggregator sums the gradients of every step: leave out --sync-every")
+    if options.aggregator_fallback and not options.aggregator:
+        raise GradwireError("--aggregator-fallback needs --aggregator HOST:PORT")
     if options.epochs or options.steps:
         epochs, steps = options.epochs, options.steps
     elif saved:
@@ -75,6 +83,8 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
         sync_every=options.sync_every or before.get("sync_every"),
         device=options.device,
         aggregate=options.aggregate or before.get("aggregate", "all_gather"),
+        aggregator=options.aggregator,
+        aggregator_fallback=options.aggregator_fallback,
         threads=options.threads,
         json=_writable(options.json, "--json"),
         save=_writable(options.save, "--save"),

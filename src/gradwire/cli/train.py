@@ -35,6 +35,12 @@ def train(
     aggregate: Annotated[
         str | None, Option(metavar="HOW", help=f"{', '.join(AGGREGATIONS)}. Default: all_gather, always the same.")
     ] = None,
+    aggregator: Annotated[
+        str | None, Option(metavar="HOST:PORT", help="Have it sum the gradients of --codec homomorphic.")
+    ] = None,
+    aggregator_fallback: Annotated[
+        bool, Option("--aggregator-fallback", help="Go on without the aggregator where it does not answer.")
+    ] = False,
     seed: Annotated[int | None, Option(help="Of everything random. Default: 0.")] = None,
     data_dir: Annotated[Path, Option(help="Where fashion-mnist and cifar10 are.")] = Path("data"),
     json: Annotated[Path | None, Option(metavar="FILE", help="Write all figures to this file.")] = None,
@@ -65,6 +71,8 @@ def train(
 
     After a crash: `gradwire train --resume run.pt --save run.pt --save-every 100`
 
+    By a `gradwire aggregator`: `gradwire train --codec homomorphic --aggregator HOST:9999`
+
     On each of two hosts: `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400
     -m gradwire.cli train --task text`
     """
@@ -73,7 +81,7 @@ def train(
         raise GradwireError(f"torchrun started {world} workers: leave out --workers {workers}")
     options = Options(
         task, codec, workers, epochs, steps, batch_size, lr, seed, data_dir, json, save, save_every, resume,
-        threads, timeout, sync_every, device, aggregate,
+        threads, timeout, sync_every, device, aggregate, aggregator, aggregator_fallback,
     )  # fmt: skip
     settings, workers_before = resolve(options)
     if world:

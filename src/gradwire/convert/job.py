@@ -24,6 +24,7 @@ class Converter(ABC):
     elementwise = False  # every entry is coded for itself, whatever the others are
     lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
     selects = False  # a few entries of the whole tensor are sent, so that it had better not be cut
+    sums = False  # what workers send can be added up on its way (aggregate/summed.py)
     stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
 
     @abstractmethod

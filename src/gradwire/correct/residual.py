@@ -6,6 +6,7 @@ within a step: `commit` when all workers' gradients were finite, `rollback` when
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -55,9 +56,18 @@ class Residual:
         return {"memory": {name: e.clone() for name, e in self.memory.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        memory = state.get("memory")
-        if not isinstance(memory, dict):
-            raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
+        memory = memory_in(state)
         self.memory = {name: e.detach().to("cpu", torch.float32, copy=True) for name, e in memory.items()}
         self._spare.clear()
         self._pending.clear()
+
+
+def memory_in(state: dict[str, Any], names: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Of a saved state, by parameter name; of no others than `names`, where they are known."""
+    memory = state.get("memory")
+    if not isinstance(memory, dict):
+        raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
+    unknown = sorted(set(memory) - set(names)) if names else []
+    if unknown:
+        raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
+    return memory

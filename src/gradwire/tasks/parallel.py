@@ -16,6 +16,7 @@ from ..catalogue import recipe
 from ..checkpoint import CheckpointError
 from ..errors import SpecError
 from ..local_sgd import LocalSGD
+from .settings import Settings
 
 # torch 2.13 renamed the option, and warns of the old name.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -26,10 +27,14 @@ OWN_BUFFERS: dict[str, Any] = {_SYNC_BUFFERS: False}
 class EveryStep:
     """Gradients are averaged in every step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, aggregate: str):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, settings: Settings):
         # Statistics of batch normalization are not shared while training; evaluation uses those of rank 0.
         self.forward = DistributedDataParallel(model, **OWN_BUFFERS)
-        self.handle = ddp.attach(self.forward, codec, optimizer=optimizer, aggregate=aggregate)
+        aggregator = settings.aggregator if sums(codec) else None
+        self.handle = ddp.attach(
+            self.forward, codec, optimizer=optimizer, aggregate=settings.aggregate, aggregator=aggregator,
+            aggregator_fallback=settings.aggregator_fallback,
+        )  # fmt: skip
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -74,16 +79,22 @@ class Delayed:
 
 
 def parallelize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, sync_every: int | None, aggregate: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, settings: Settings
 ) -> EveryStep | Delayed:
     """By the recipe's own delay, or the one given."""
+    sync_every = settings.sync_every
     if auto.parse(codec) is not None:
         if (sync_every or 1) > 1:
             raise SpecError("auto compares steps that all exchange: leave out --sync-every")
-        return EveryStep(model, optimizer, codec, aggregate)
+        return EveryStep(model, optimizer, codec, settings)
     if (sync_every or 1) > 1 or recipe(codec).delayed:
         return Delayed(model, optimizer, codec, sync_every)
-    return EveryStep(model, optimizer, codec, aggregate)
+    return EveryStep(model, optimizer, codec, settings)
+
+
+def sums(codec: str) -> bool:
+    """Whether gradients are added up on their way."""
+    return auto.parse(codec) is None and recipe(codec).sums
 
 
 def spelled_out(codec: str) -> str:

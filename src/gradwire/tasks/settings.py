@@ -24,6 +24,8 @@ class Settings:
     sync_every: int | None = None  # local steps between syncs; by default the recipe's own
     device: str = "cpu"
     aggregate: str = "all_gather"  # "auto" goes by the clock, and two runs would not be the same to the bit
+    aggregator: str | None = None  # host:port of what sums the gradients of recipes that can be summed
+    aggregator_fallback: bool = False
     threads: int | None = None
     json: str | None = None
     save: str | None = None

@@ -46,7 +46,7 @@ class Training:
         self.device = own_device(settings.device)
         self.model = task.build_model().to(self.device)
         self.optimizer = task.build_optimizer(self.model, settings.lr)
-        self.parallel = parallelize(self.model, self.optimizer, codec, settings.sync_every, settings.aggregate)
+        self.parallel = parallelize(self.model, self.optimizer, codec, settings)
         self.handle = self.parallel.handle
         self.step = self.epoch = self.step_in_epoch = 0
         self.seconds = 0.0

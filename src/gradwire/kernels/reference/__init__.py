@@ -5,5 +5,6 @@ The native kernels (`cpu`) must give the same results bit for bit, errors includ
 
 from .dense import *  # noqa: F403
 from .grid import *  # noqa: F403
+from .homomorphic import *  # noqa: F403
 from .levels import *  # noqa: F403
 from .sparse import *  # noqa: F403

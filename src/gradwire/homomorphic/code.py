@@ -1,0 +1,69 @@
+"""Encode words into (index, sketch), which workers' ORed and added up decode to the sum of their words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import kernels
+from ..errors import GradwireError
+from .plan import LANES, Plan
+
+
+@dataclass(frozen=True)
+class Decoded:
+    positions: torch.Tensor  # int64, ascending: of the words that are not zero
+    values: torch.Tensor  # int32
+    left: torch.Tensor  # int64, ascending: words of blocks that could not be peeled; their sums are still to be had
+    consistent: bool = True  # False: index and sketch do not belong together, and nothing of it is to be trusted
+
+
+def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index, sketch) of a message that has these words, and zeros elsewhere. Positions are ascending."""
+    _check(positions, torch.int64, "positions")
+    _check(values, torch.int32, "values")
+    if len(positions) != len(values):
+        raise GradwireError(f"there are {len(positions)} positions and {len(values)} values")
+    if not kernels.are_ascending(positions, plan.words):
+        raise GradwireError(f"positions must be ascending, and below {plan.words}")
+    if plan.index == "dense":
+        sketch = torch.zeros(plan.words, dtype=torch.int32)
+        sketch[positions] = values
+        return torch.empty(0, dtype=torch.int32), sketch
+    index = kernels.index_bitmap(positions, plan.lanes, plan.blocks)
+    if plan.index == "bloom":
+        index = kernels.bloom_build(index, plan.index_words, plan.probes, plan.seed)
+    sketch = kernels.sketch_words(positions, values, plan.lanes, plan.segments, plan.segment_log, plan.seed)
+    return index, sketch
+
+
+def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
+    """The words of the sum; safe on any index and sketch of the right length."""
+    for name, tensor, length in (("index", index, plan.index_words), ("sketch", sketch, plan.sketch_words)):
+        _check(tensor, torch.int32, name)
+        if len(tensor) != length:
+            raise GradwireError(f"{name} has {len(tensor)} words; the plan says {length}")
+    if plan.index == "dense":
+        positions = torch.nonzero(sketch).flatten()
+        return Decoded(positions, sketch[positions], torch.empty(0, dtype=torch.int64))
+    if plan.index == "bloom":
+        index = kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
+    return Decoded(
+        *kernels.peel(index, sketch, plan.words, plan.lanes, plan.segments, plan.segment_log, plan.seed)
+    )
+
+
+def blocks(positions: torch.Tensor, words: int) -> dict[int, int]:
+    """How many blocks of each size hold one of these ascending positions."""
+    _check(positions, torch.int64, "positions")
+    if not kernels.are_ascending(positions, words):
+        raise GradwireError(f"positions must be ascending, and below {words}")
+    return dict(zip(LANES, kernels.count_blocks(positions, LANES), strict=True))
+
+
+def _check(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1:
+        raise GradwireError(f"{name} must be a flat {dtype} tensor")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise GradwireError(f"{name} must be contiguous, and on the CPU")

@@ -1,0 +1,67 @@
+"""The grid: integers that workers can add up without overflow, and what one of them stands for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import SpecError
+
+BITS = (32, 16, 8, 4)
+SMALLEST, LARGEST = 2.0**-126, float(np.finfo(np.float32).max)  # steps: normal fp32 numbers
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Entries become q = u / step, rounded and limited to ±most; `bits` hold the sum of all workers' q."""
+
+    step: float
+    most: int
+    bits: int
+
+
+def most_of(bits: int, world: int) -> int:
+    """The largest |q| of a worker, such that the sum of all has its place."""
+    if bits not in BITS:
+        raise SpecError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
+    most = (2 ** (bits - 1) - 1) // world
+    if most < 1:
+        enough = min(b for b in BITS if (2 ** (b - 1) - 1) // world)
+        raise SpecError(
+            f"{bits} bits do not hold the sum of {world} workers' codes, not even of −1, 0 and 1: "
+            f"use homomorphic:bits={enough}"
+        )
+    return most
+
+
+def by_largest(exponent: int, bits: int, world: int) -> Grid:
+    """Nothing is clipped: |u| < 2^(exponent − 126), with the biased fp32 exponent of the largest |u|.
+
+    With 32 bits the step is a power of two, so that q·step has no error beyond the rounding to the grid.
+    """
+    most = most_of(bits, world)
+    if not 0 <= exponent <= 254:
+        raise ValueError(f"{exponent} is not the biased exponent of a finite fp32 number")
+    limit = math.ldexp(1.0, exponent - 126)
+    if bits == 32:
+        step = limit / 2 ** ((most + 1).bit_length() - 1)  # u has 24 bits, so |u|/step is at most 2^p − 2^(p − 24)
+    else:
+        step = _fp32_from(limit / most)
+    return Grid(min(max(step, SMALLEST), LARGEST), most, bits)
+
+
+def by_rms(rms: float, bits: int, world: int) -> Grid:
+    """For few levels: the bulk of the entries finely rather than all of them; what is clipped waits in the memory."""
+    most = most_of(bits, world)
+    step = _fp32_from((0.5 + 0.8 * math.log2(2 * most + 1)) * rms / most)
+    return Grid(min(max(step, SMALLEST), LARGEST), most, bits)
+
+
+def _fp32_from(x: float) -> float:
+    """The smallest fp32 number from x on."""
+    if x >= LARGEST:
+        return LARGEST
+    near = np.float32(x)
+    return float(near if float(near) >= x else np.nextafter(near, np.float32(np.inf)))
