@@ -202,6 +202,7 @@ NB_MODULE(_native, m) {
         return huffman_decode(data.data(), data.size(), symbols.size(), lengths.data(), codes.data(),
                               int(lengths.size()), symbols.data());
     });
+    bind_aggregator(m);
     bind_grid(m);
     bind_levels(m);
     bind_sparse(m);

@@ -59,6 +59,7 @@ inline void require_lanes(int lanes) {
 inline size_t chunks_of(size_t count, size_t chunk) { return (count + chunk - 1) / chunk; }
 
 // Each family of kernels adds its own functions to the module.
+void bind_aggregator(nb::module_& m);
 void bind_grid(nb::module_& m);
 void bind_levels(nb::module_& m);
 void bind_sparse(nb::module_& m);

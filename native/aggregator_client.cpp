@@ -1,0 +1,299 @@
+#include "aggregator_client.h"
+
+#ifdef __linux__
+
+#include <algorithm>
+#include <cmath>
+
+namespace gradwire {
+namespace {
+
+constexpr int kReceiveBuffer = 16 << 20;
+constexpr int kSendBuffer = 1 << 20;  // small: a link that is full makes us wait, and queues on the way stay short
+constexpr double kShortest = 0.005, kLongest = 0.25, kFirst = 0.01;  // seconds until a packet is sent again
+constexpr uint64_t kReordering = 32;   // results of packets sent so much later: this one is lost
+constexpr double kSmallestWindow = 32, kFirstWindow = 128;
+constexpr size_t kLongestBurst = 256;
+constexpr double kAskEvery = 0.25;
+constexpr double kFarewell = 2;  // seconds in which results of a worker that has left may still be got
+
+}  // namespace
+
+AggregatorClient::AggregatorClient(const std::string& ip, uint16_t port, const SipKey& shared) : shared_(shared) {
+    socket_.connect(make_address(ip, port));
+    socket_.set_buffers(kReceiveBuffer, kSendBuffer);
+}
+
+void AggregatorClient::send(const std::string& datagram) {
+    if (socket_.send_one(datagram.data(), datagram.size(), nullptr)) bytes_sent += datagram.size() + kIpAndUdp;
+}
+
+std::vector<std::string> AggregatorClient::receive(double seconds) {
+    std::vector<std::string> found;
+    refused_ = false;
+    socket_.wait(seconds);
+    for (const Arrival& a : socket_.receive(&refused_))
+        for (size_t at = 0; at < a.bytes; at += a.segment) {
+            size_t bytes = std::min(a.segment, a.bytes - at);
+            bytes_received += bytes + kIpAndUdp;
+            found.emplace_back(reinterpret_cast<const char*>(a.data + at), bytes);
+        }
+    return found;
+}
+
+void AggregatorClient::begin(uint32_t session, const SipKey& key, uint16_t worker, uint32_t slots) {
+    session_ = session, key_ = key, worker_ = worker, slots_ = slots;
+    flights_.assign(slots, {});
+    first_ = base_ = next_ = end_ = order_ = latest_ = 0;
+    window_ = kFirstWindow, threshold_ = slots, reduced_ = 0, rtt_ = deviation_ = 0;
+    gone_ = false, left_ = kNobody, unanswered_ = 0;
+    told_.clear();
+}
+
+const uint8_t* AggregatorClient::body_of(size_t packet, const OperationWords& w) {
+    size_t either = w.either_packets(), of_add = packet - either;
+    bool is_or = packet < either;
+    const uint32_t* words = is_or ? w.either + packet * kWords : w.add + of_add * kWords;
+    size_t left = is_or ? w.either_count - packet * kWords : w.add_count - of_add * kWords;
+    return left >= kWords ? reinterpret_cast<const uint8_t*>(words) : padded_[is_or];
+}
+
+void AggregatorClient::take(size_t packet, const uint8_t* payload, const OperationWords& w) const {
+    size_t either = w.either_packets(), of_add = packet - either;
+    bool is_or = packet < either;
+    uint32_t* out = is_or ? w.either_out + packet * kWords : w.add_out + of_add * kWords;
+    size_t left = is_or ? w.either_count - packet * kWords : w.add_count - of_add * kWords;
+    std::memcpy(out, payload, 4 * std::min(left, kWords));
+}
+
+// Sends at most a train; returns how many packets the socket has taken.
+size_t AggregatorClient::send_some(const uint64_t* packets, size_t count, const OperationWords& w) {
+    iovec pieces[2 * kTrain];
+    ToCode coded[kTrain];
+    uint64_t codes[kTrain];
+    for (size_t i = 0; i < count; i++) {
+        size_t in_operation = packets[i] - first_;
+        Header h = make_header(kData, session_, uint32_t(packets[i] / slots_), uint16_t(packets[i] % slots_), worker_,
+                               in_operation < w.either_packets() ? kOr : kAdd);
+        std::memcpy(headers_[i], &h, sizeof h);
+        coded[i] = {headers_[i], body_of(in_operation, w), key_};
+        pieces[2 * i] = {headers_[i], kHeaderBytes};
+        pieces[2 * i + 1] = {const_cast<uint8_t*>(coded[i].body), kPayloadBytes};
+    }
+    packet_kernels().codes(coded, count, codes);
+    for (size_t i = 0; i < count; i++) std::memcpy(headers_[i] + kCodedHeader, &codes[i], 8);
+    Train train{pieces, count, 2, nullptr};
+    size_t sent = socket_.send(&train, 1, 0);
+    bytes_sent += sent * (kPacketBytes + kIpAndUdp);
+    full_ = sent < count;
+    return sent;
+}
+
+void AggregatorClient::send_new(const OperationWords& w, double now) {
+    uint64_t limit = std::min(end_, base_ + std::min<uint64_t>(slots_, uint64_t(window_)));
+    full_ = false;
+    while (next_ < limit && !full_) {
+        uint64_t packets[kTrain];
+        size_t count = std::min<uint64_t>(kTrain, limit - next_);
+        for (size_t i = 0; i < count; i++) packets[i] = next_ + i;
+        size_t sent = send_some(packets, count, w);
+        for (size_t i = 0; i < sent; i++) flight(next_ + i) = {now, ++order_, 1, false};
+        next_ += sent;
+    }
+}
+
+void AggregatorClient::send_again(std::vector<uint64_t>& packets, const OperationWords& w) {
+    for (size_t at = 0; at < packets.size();) {
+        size_t sent = send_some(&packets[at], std::min(kTrain, packets.size() - at), w);
+        for (size_t i = 0; i < sent; i++) {
+            Flight& f = flight(packets[at + i]);
+            f.order = ++order_, f.tries = uint16_t(std::min(f.tries + 1, 1000));
+        }
+        resent += sent;
+        at += sent;
+        if (!sent) break;  // the timer will come back to it
+    }
+    packets.clear();
+}
+
+void AggregatorClient::receive_all(const OperationWords* w, double now) {
+    for (bool more = true; more;) {
+        const auto& arrivals = socket_.receive();
+        more = arrivals.size() == kMessages;
+        for (const Arrival& a : arrivals)
+            for (size_t at = 0; at < a.bytes; at += a.segment) {
+                size_t bytes = std::min(a.segment, a.bytes - at);
+                bytes_received += bytes + kIpAndUdp;
+                consider(a.data + at, bytes, w);
+            }
+        if (w) settle(*w, now);
+    }
+}
+
+void AggregatorClient::consider(const uint8_t* packet, size_t bytes, const OperationWords* w) {
+    if (bytes < kHeaderBytes) return;
+    Header h = read_header(packet);
+    if (!h.is_ours() || !h.reserved_is_zero() || h.session != session_) return;
+    if (h.kind() != kResult) return control(packet, bytes, h.kind());
+    if (!w || bytes != kPacketBytes || h.worker != kNobody || h.slot >= slots_) return;
+    // The only packet of this slot that can be under way.
+    uint64_t n = base_ + (h.slot + slots_ - base_ % slots_) % slots_;
+    if (n >= next_ || uint32_t(n / slots_) != h.round || flight(n).arrived) return;
+    if (h.adding != (n - first_ < w->either_packets() ? kOr : kAdd)) return;
+    candidates_.push_back({n, packet + kHeaderBytes, h.code});
+}
+
+// Verifies results, and copies their words to where they belong.
+void AggregatorClient::settle(const OperationWords& w, double now) {
+    coded_.clear();
+    for (const Candidate& c : candidates_) coded_.push_back({c.payload - kHeaderBytes, c.payload, key_});
+    codes_.resize(coded_.size());
+    packet_kernels().codes(coded_.data(), coded_.size(), codes_.data());
+    double nearest = 0;
+    size_t taken = 0;
+    for (size_t i = 0; i < candidates_.size(); i++) {
+        Flight& f = flight(candidates_[i].packet);
+        if (codes_[i] != candidates_[i].code) {
+            forged++;
+            continue;
+        }
+        if (f.arrived) continue;  // twice in one batch
+        take(candidates_[i].packet - first_, candidates_[i].payload, w);
+        f.arrived = true;
+        taken++;
+        if (f.tries == 1) {
+            latest_ = std::max(latest_, f.order);
+            // What was sent before the first result came may have waited for a worker that was late.
+            if (first_result_ && f.sent >= first_result_) nearest = nearest ? std::min(nearest, now - f.sent) : now - f.sent;
+        }
+    }
+    candidates_.clear();
+    if (!taken) return;
+    if (!first_result_) first_result_ = now;
+    if (nearest) measure(nearest);
+    for (size_t i = 0; i < taken; i++) window_ += window_ < threshold_ ? 1 : 8 / window_;
+    window_ = std::min(window_, double(slots_));
+    results_ += taken;
+    progress_ = timer_ = valid_ = now;
+    doublings_ = unanswered_ = 0;
+    while (base_ < next_ && flight(base_).arrived) base_++;
+}
+
+void AggregatorClient::control(const uint8_t* packet, size_t bytes, uint8_t kind) {
+    Header h = read_header(packet);
+    size_t payload = bytes - kHeaderBytes;
+    if (kind == kGone && payload == 8 && code_of(shared_, packet, bytes) == h.code) {
+        uint32_t of, worker;
+        std::memcpy(&of, packet + kHeaderBytes, 4);
+        std::memcpy(&worker, packet + kHeaderBytes + 4, 4);
+        if (of == session_) gone_ = true, left_ = worker;
+    } else if (kind == kTell && payload <= 2 * kMostWorkers && payload % 2 == 0 && code_of(key_, packet, bytes) == h.code) {
+        told_.resize(payload / 2);
+        if (payload) std::memcpy(told_.data(), packet + kHeaderBytes, payload);
+        valid_ = seconds_now();
+        unanswered_ = 0;
+    }
+}
+
+void AggregatorClient::measure(double rtt) {
+    if (!rtt_) rtt_ = rtt, deviation_ = rtt / 2;
+    deviation_ += (std::fabs(rtt - rtt_) - deviation_) / 4;
+    rtt_ += (rtt - rtt_) / 8;
+}
+
+double AggregatorClient::patience() const {
+    double once = rtt_ ? std::max(kShortest, rtt_ + 4 * deviation_) : kFirst;
+    return std::min(kLongest, std::ldexp(once, doublings_));
+}
+
+// Packets whose results are missing while those of packets sent later have come.
+void AggregatorClient::repair_gaps(const OperationWords& w, double now) {
+    if (base_ >= next_ || flight(base_).order + kReordering > latest_) return;
+    for (uint64_t n = base_; n < next_; n++) {
+        const Flight& f = flight(n);
+        if (!f.arrived && f.order + kReordering <= latest_) again_.push_back(n);
+    }
+    if (again_.empty()) return;
+    if (now - reduced_ > std::max(rtt_, 0.001)) {  // once for all losses of a round trip
+        window_ = threshold_ = std::max(kSmallestWindow, window_ * 0.7);
+        reduced_ = now;
+    }
+    send_again(again_, w);
+    timer_ = now;
+}
+
+// No result for a while. A worker may be late, so if none has come since the last time it is one packet that is sent
+// again; while results come, losses are likely, and more are sent.
+void AggregatorClient::on_silence(const OperationWords& w, double now) {
+    if (results_) {
+        burst_ = std::min(kLongestBurst, std::max<size_t>(8, 4 * burst_));
+        doublings_ = 0;
+    } else {
+        burst_ = 1;
+        doublings_ = std::min(doublings_ + 1, 16);
+    }
+    results_ = 0;
+    timer_ = now;
+    for (uint64_t n = base_; n < next_ && again_.size() < burst_; n++)
+        if (!flight(n).arrived) again_.push_back(n);
+    send_again(again_, w);
+}
+
+void AggregatorClient::send_short(uint8_t kind) {
+    uint8_t packet[kHeaderBytes];
+    Header h = make_header(kind, session_, 0, 0, worker_, 0);
+    std::memcpy(packet, &h, sizeof h);
+    h.code = code_of(key_, packet, sizeof packet);
+    std::memcpy(packet, &h, sizeof h);
+    if (socket_.send_one(packet, sizeof packet, nullptr)) bytes_sent += sizeof packet + kIpAndUdp;
+}
+
+void AggregatorClient::ask() {
+    send_short(kAsk);
+    unanswered_++;
+}
+
+void AggregatorClient::leave() { send_short(kLeave); }
+
+double AggregatorClient::result_age() const { return first_result_ ? seconds_now() - progress_ : -1; }
+
+Outcome AggregatorClient::glance() {
+    receive_all(nullptr, 0);
+    return gone_ ? Outcome::gone : Outcome::done;
+}
+
+Outcome AggregatorClient::run(const OperationWords& w, double timeout, double silence) {
+    for (int is_or = 0; is_or < 2; is_or++) {
+        size_t count = is_or ? w.either_count : w.add_count, rest = count % kWords;
+        std::memset(padded_[is_or], 0, kPayloadBytes);
+        if (rest) std::memcpy(padded_[is_or], (is_or ? w.either : w.add) + count - rest, 4 * rest);
+    }
+    double now = seconds_now();
+    first_ = base_ = next_ = end_;
+    end_ = first_ + w.packets();
+    first_result_ = 0, progress_ = timer_ = valid_ = asked_ = now;
+    results_ = 0, burst_ = 1, doublings_ = unanswered_ = 0;
+    candidates_.clear();
+    while (base_ < end_) {
+        if (gone_ && (left_ == kNobody || now - progress_ > kFarewell)) return Outcome::gone;
+        if (stop_) return Outcome::stopped;
+        if (now - progress_ > timeout) return Outcome::late;
+        if (now - valid_ > silence && unanswered_ >= 3) return Outcome::silent;
+        send_new(w, now);
+        receive_all(&w, now);
+        now = seconds_now();
+        repair_gaps(w, now);
+        if (base_ == end_) break;
+        if (now - timer_ >= patience()) on_silence(w, now);
+        if (now - progress_ > kAskEvery && now - asked_ > kAskEvery) ask(), asked_ = now;
+        uint64_t limit = std::min(end_, base_ + std::min<uint64_t>(slots_, uint64_t(window_)));
+        if (next_ < limit && !full_) continue;
+        socket_.wait(timer_ + patience() - now, full_);
+        now = seconds_now();
+    }
+    return Outcome::done;
+}
+
+}  // namespace gradwire
+
+#endif

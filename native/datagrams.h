@@ -1,0 +1,80 @@
+// UDP sockets that send and receive trains of packets: many in one call, and where the kernel can do it (UDP_SEGMENT,
+// UDP_GRO) many in one pass through its stack, which is most of what a packet costs.
+//
+// What the kernel cannot do is found out when it is tried, and done in the plain way from then on.
+#pragma once
+
+#ifdef __linux__
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace gradwire {
+
+constexpr size_t kTrain = 47;      // packets of 1376 bytes that fit into one datagram's 65,507 bytes
+constexpr size_t kMessages = 16;   // received in one call
+constexpr size_t kMessageRoom = 65536;
+
+double seconds_now();  // of a clock that never goes back
+
+sockaddr_in make_address(const std::string& ip, uint16_t port);  // std::invalid_argument where `ip` is none
+std::string ip_of(const sockaddr_in& address);
+
+// Packets of equal length for one receiver: `parts` pieces of memory each, one after the other in `pieces`.
+struct Train {
+    iovec* pieces;
+    size_t packets, parts;
+    const sockaddr_in* to;  // nullptr: whom the socket is connected to
+};
+
+// One or more packets that came together from one sender: all are `segment` bytes long but the last.
+struct Arrival {
+    const uint8_t* data;
+    size_t bytes, segment;
+    sockaddr_in from;
+};
+
+class Datagrams {
+  public:
+    Datagrams();  // throws std::runtime_error, as everything here that opens
+    ~Datagrams();
+    Datagrams(const Datagrams&) = delete;
+
+    void bind(const sockaddr_in& address);
+    void connect(const sockaddr_in& address);
+    void set_buffers(int receive, int send);  // as near as the system allows
+    sockaddr_in own_address() const;
+    int file() const { return fd_; }
+
+    // Packets sent, all of them but where the socket's buffer is full (a train that is a datagram goes whole or not at
+    // all). Waits for room for at most `patience` milliseconds each time.
+    size_t send(const Train* trains, size_t count, int patience);
+    bool send_one(const void* data, size_t bytes, const sockaddr_in* to);
+
+    // What has arrived, without waiting; valid until the next call. `refused`: the peer's machine said that nobody
+    // listens there.
+    const std::vector<Arrival>& receive(bool* refused = nullptr);
+    // False after `seconds` in which nothing came (and, where asked for, no room to send).
+    bool wait(double seconds, bool for_room = false) const;
+
+  private:
+    size_t send_trains(const Train* trains, size_t count, int patience);
+    size_t send_packets(const Train* trains, size_t count, int patience);
+    size_t send_messages(mmsghdr* messages, size_t count, int patience);
+
+    int fd_ = -1;
+    bool segments_ = true;  // the kernel cuts trains up
+    struct Room;
+    std::unique_ptr<Room> room_;
+    std::vector<Arrival> arrivals_;
+};
+
+}  // namespace gradwire
+
+#endif

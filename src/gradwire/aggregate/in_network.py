@@ -1,0 +1,229 @@
+"""A worker's connection to the aggregator: words go out once and come back added up (docs/aggregator.md)."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..aggregator import packets
+from ..aggregator.keys import key_from_environment
+from ..errors import AggregateError, GradwireError, SpecError
+from . import joining
+
+try:
+    from .._native import AggregatorClient
+except ImportError:
+    AggregatorClient = None  # type: ignore[assignment, misc]
+
+SILENCE = 1.5
+"""Seconds without any answer until the aggregator counts as lost."""
+LOOK_AROUND = 1.0
+"""Seconds between operations until a worker asks whether the session is still there."""
+
+
+@dataclass
+class Operation:
+    """What a worker gave, and got."""
+
+    either: Tensor
+    """int32, ORed."""
+    add: Tensor
+    """int32, added."""
+    result: tuple[Tensor, Tensor] | None = None
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+Ticket = Operation
+
+
+class InNetwork:
+    """One worker's side of a job at an aggregator. Operations are the same, in the same order, on all workers."""
+
+    def __init__(
+        self, address: str, worker: int, world: int, job: bytes, timeout: float = 60.0, key: bytes | None = None
+    ) -> None:
+        """`address` is "host:port"; without `key` (16 bytes) it is that of the environment, GRADWIRE_KEY."""
+        if AggregatorClient is None:
+            raise GradwireError(
+                "an aggregator needs gradwire's native module, on Linux: install gradwire from its source folder"
+                " (pip install .) or a wheel"
+            )
+        key = key_from_environment() if key is None else key
+        if len(key) != packets.KEY_BYTES or len(job) != packets.JOB_BYTES:
+            raise SpecError("key and job have 16 bytes each")
+        if not 0 <= worker < world:
+            raise SpecError(f"worker {worker} of {world}: they count from 0")
+        ip, port = _resolve(address)
+        self.operations = 0
+        """Done; those without words are not counted."""
+        self.timeout = timeout
+        self._who = joining.Membership(address, key, job, worker, world)
+        self._client = AggregatorClient(ip, port, key)
+        self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._last: Operation | None = None
+        self._under_way: Operation | None = None
+        self._redo = False
+        """The session begins with the last operation, which this worker has done."""
+        self._joined = False
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def join(self) -> None:
+        """Wait for all workers of the job; AggregateError says what to do if they do not come together."""
+        self._join(time.monotonic() + self.timeout)
+        self._thread = threading.Thread(target=self._work, name="gradwire-aggregator", daemon=True)
+        self._thread.start()
+
+    def start(self, or_words: Tensor, add_words: Tensor) -> Ticket:
+        """Queue an operation. The tensors must not change until the next operation is done: should the aggregator
+        be lost, they are sent again."""
+        for words in (or_words, add_words):
+            if words.dtype != torch.int32 or words.dim() != 1 or not words.is_contiguous() or words.device.type != "cpu":
+                raise AggregateError("words are contiguous int32 tensors of one dimension, on the CPU")
+        if self._thread is None:
+            raise AggregateError("not joined: call join() first")
+        operation = Operation(or_words, add_words)
+        if not or_words.numel() and not add_words.numel():
+            operation.result = or_words, add_words
+            operation.done.set()
+            return operation
+        self._queue.put(operation)
+        return operation
+
+    def ready(self, ticket: Ticket) -> bool:
+        return ticket.done.is_set()
+
+    def finish(self, ticket: Ticket) -> tuple[Tensor, Tensor]:
+        """ORed and added words of all workers; AggregateError after `timeout` seconds without progress."""
+        ticket.done.wait()
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.result is not None
+        return ticket.result
+
+    def last(self) -> tuple[Operation | None, Operation | None]:
+        """The last operation done (`.either`, `.add`, `.result`), which another worker may not have finished, and the
+        one under way or failed: what another transport has to begin with. After an error."""
+        return self._last, self._under_way
+
+    def close(self) -> None:
+        """Leave the job. The others can still finish operations that all have sent."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._client.stop()
+            self._thread.join()
+            self._thread = None
+            self._client.leave()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of IP packets, those sent again included."""
+        return self._client.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._client.bytes_received
+
+    @property
+    def resent(self) -> int:
+        """Packets."""
+        return self._client.resent
+
+    def _join(self, deadline: float) -> None:
+        self._joined = False
+        accept = joining.join(self._client, self._who, self.operations, deadline)
+        behind = self.operations - accept.first_operation
+        if behind not in (0, 1) or (behind and self._last is None):
+            raise AggregateError(
+                f"the others go on with operation {accept.first_operation}, this worker with {self.operations}:"
+                " start all workers anew"
+            )
+        key = packets.session_key(self._who.key, self._who.job, accept.session_nonce)
+        self._client.begin(accept.session, key, self._who.worker, accept.slots)
+        self._redo, self._joined = bool(behind), True
+
+    def _work(self) -> None:
+        while True:
+            try:
+                operation = self._queue.get(timeout=LOOK_AROUND)
+            except queue.Empty:
+                self._look_around()
+                continue
+            if operation is None:
+                return
+            self._under_way = operation
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                operation.result = self._run(operation)
+                self.operations += 1
+                self._last, self._under_way = operation, None
+            except Exception as error:  # it is raised where the caller waits
+                self._failure = operation.error = error
+            operation.done.set()
+
+    def _run(self, operation: Operation) -> tuple[Tensor, Tensor]:
+        """Through as many sessions as it takes."""
+        results = torch.empty_like(operation.either), torch.empty_like(operation.add)
+        deadline = time.monotonic() + self.timeout
+        while True:
+            if not self._joined:
+                self._join(deadline)
+            outcome = "done"
+            if self._redo and self._last is not None:
+                spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)
+                outcome = self._client.run(self._last.either, self._last.add, *spare, self.timeout, SILENCE)
+            if outcome == "done":
+                self._redo = False
+                outcome = self._client.run(operation.either, operation.add, *results, self.timeout, SILENCE)
+            if outcome == "done":
+                return results
+            if outcome in ("late", "stopped") or self._client.who_left() != packets.NOBODY:
+                raise AggregateError(self._why(outcome))
+            self._joined = False
+            age = self._client.result_age()
+            if age >= 0:
+                deadline = time.monotonic() - age + self.timeout
+
+    def _why(self, outcome: str) -> str:
+        if outcome == "stopped":
+            return "the connection to the aggregator was closed in mid-operation"
+        if self._client.who_left() != packets.NOBODY:
+            return f"worker {self._client.who_left()} has left the job: it ended, or has fewer steps than this one"
+        ages = self._client.told()
+        if not ages:
+            return f"the aggregator at {self._who.address} does not answer"
+        late = [worker for worker, age in enumerate(ages) if age >= 1000 and worker != self._who.worker]
+        if not late:
+            return f"no progress in {self.timeout:g} s, though all workers were heard of lately"
+        named = ", ".join(f"worker {worker}, last heard {ages[worker] / 1000:.0f} s ago" for worker in late)
+        return f"no sum in {self.timeout:g} s for want of {named}: it has ended, hangs, or needs a longer timeout"
+
+    def _look_around(self) -> None:
+        """Between operations: if the aggregator was restarted, others may wait for this worker to join again."""
+        if not self._joined or self._failure is not None:
+            return
+        if self._client.glance() == "gone" and self._client.who_left() == packets.NOBODY:
+            try:
+                self._join(time.monotonic() + self.timeout)
+            except AggregateError as error:
+                self._failure = error
+        else:
+            self._client.ask()
+
+
+def _resolve(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SpecError(f"aggregator {address!r}: it is HOST:PORT, such as 10.0.0.1:9999")
+    try:
+        return socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_DGRAM)[0][4][:2]  # type: ignore[return-value]
+    except OSError as error:
+        raise SpecError(f"aggregator {address!r}: {error.strerror or error}") from None

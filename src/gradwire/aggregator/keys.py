@@ -1,0 +1,41 @@
+"""The key that workers and aggregator share: 32 hexadecimal digits."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from ..errors import SpecError
+from .packets import KEY_BYTES
+
+VARIABLE = "GRADWIRE_KEY"
+
+
+def make_key() -> str:
+    return secrets.token_hex(KEY_BYTES)
+
+
+def read_key(text: str, where: str) -> bytes:
+    text = text.strip()
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES or len(text) != 2 * KEY_BYTES:
+        raise SpecError(f"{where} is not a key: it has {2 * KEY_BYTES} hexadecimal digits")
+    return key
+
+
+def key_from_file(path: Path) -> bytes:
+    try:
+        return read_key(path.read_text(encoding="ascii", errors="replace"), str(path))
+    except OSError as error:
+        raise SpecError(f"cannot read the key in {path}: {error.strerror}") from None
+
+
+def key_from_environment() -> bytes:
+    text = os.environ.get(VARIABLE)
+    if not text:
+        raise SpecError(f"workers need the aggregator's key: export {VARIABLE} with what `gradwire aggregator` printed")
+    return read_key(text, VARIABLE)

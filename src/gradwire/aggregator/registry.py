@@ -1,0 +1,237 @@
+"""Jobs, joining and sessions: the aggregator's slow path (docs/aggregator.md, "Joining").
+
+Nothing is kept for a sender that has not shown the key and that it receives what is sent to its address.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from . import packets
+from .engine import Address, Engine, Session
+from .packets import Join, Kind, Packet
+
+BYTES_A_SLOT = 2 * 1408
+"""Two banks."""
+FEWEST_SLOTS = 16
+COOKIE_SECONDS = 5.0
+"""A cookie is valid for this long at least, and twice as long at most."""
+GONE_EVERY = 0.01
+
+Replies = list[tuple[bytes, Address]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    jobs: int = 64
+    slots: int = 4096
+    """Of one job."""
+    memory: int = 1 << 30
+    """Of all slots, in bytes."""
+    idle: float = 300.0
+    """Seconds until a job that nobody is heard of is forgotten."""
+    joining: float = 30.0
+    """… one whose workers have not all come, and of which nobody is heard any more."""
+
+
+@dataclass
+class Member:
+    """The last JOIN of a worker."""
+
+    join: Join
+    address: Address
+    answer: bytes | None = None
+    """None: it waits for the others."""
+    left: bool = False
+
+
+@dataclass
+class Job:
+    world: int
+    members: dict[int, Member] = field(default_factory=dict)
+    session: Session | None = None
+    last_heard: float = 0.0
+    """Of anything but DATA."""
+
+    def waiting(self) -> list[int]:
+        return [worker for worker, member in self.members.items() if member.answer is None]
+
+
+class Registry:
+    def __init__(
+        self, key: bytes, engine: Engine, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.key, self.engine, self.limits, self.clock = key, engine, limits or Limits(), clock
+        self.jobs: dict[bytes, Job] = {}
+        self.sessions: dict[int, tuple[bytes, Job]] = {}
+        self._secret = os.urandom(packets.KEY_BYTES)
+        # Seconds since 1970: a number that no aggregator of before a restart has used.
+        self._last_session = int(time.time()) & 0x7FFFFFFF
+        self._last_gone = 0.0
+        self.refused = self.forged = 0
+
+    def handle(self, datagram: bytes, address: Address) -> Replies:
+        """What to answer to a packet that the engine has not served."""
+        try:
+            packet = packets.unpack(datagram)
+        except packets.BadPacket:
+            return []
+        if packet.kind in (Kind.ASK, Kind.LEAVE):
+            return list(self._of_session(packet, address))
+        if packet.kind == Kind.DATA:
+            return self._gone(packet.session, address)
+        if packet.kind not in (Kind.HELLO, Kind.JOIN):
+            return []
+        if not packet.is_coded_with(self.key):
+            self.forged += 1
+            return []
+        if packet.kind == Kind.HELLO:
+            if len(packet.payload) != 64:
+                return []
+            nonce = packet.payload[: packets.NONCE_BYTES]
+            return [(self._pack(Kind.CHALLENGE, nonce + self._cookie(nonce, address)), address)]
+        try:
+            join = Join.unpack(packet.payload)
+        except packets.BadPacket:
+            return []
+        if join.cookie not in (self._cookie(join.nonce, address), self._cookie(join.nonce, address, 1)):
+            return []  # the worker says HELLO again
+        return self._join(join, packet.worker, address)
+
+    def tick(self) -> None:
+        """Forget jobs that nobody is heard of; call this now and then."""
+        for name, job in list(self.jobs.items()):
+            limit = self.limits.idle if job.session else self.limits.joining
+            if self.silence(job) > limit:
+                self._end_session(job)
+                del self.jobs[name]
+
+    def silence(self, job: Job) -> float:
+        """Seconds since anything of a job was heard."""
+        seconds = self.clock() - job.last_heard
+        return min([seconds, *self.engine.heard(job.session.number)]) if job.session else seconds
+
+    def _pack(self, kind: Kind, payload: bytes, session: int = 0) -> bytes:
+        return Packet(kind, session, payload=payload).pack(self.key)
+
+    def _cookie(self, nonce: bytes, address: Address, ago: int = 0) -> bytes:
+        period = int(self.clock() / COOKIE_SECONDS) - ago
+        text = f"{address[0]} {address[1]} {period} ".encode()
+        return packets.code(self._secret, text + nonce).to_bytes(8, "little")
+
+    def _join(self, join: Join, worker: int, address: Address) -> Replies:
+        reason = self._objection(join, worker)
+        if reason:
+            self.refused += 1
+            return [(self._pack(Kind.REFUSE, packets.refuse(join.nonce, reason)), address)]
+        job = self.jobs.setdefault(join.job, Job(join.world))
+        job.last_heard = self.clock()
+        known = job.members.get(worker)
+        if known is None or join.time > known.join.time:
+            gone = self._end_session(job)
+            job.members[worker] = Member(join, address)
+            if len(job.waiting()) == job.world:
+                return gone + self._begin_session(join.job, job)
+        elif known.join.nonce != join.nonce:
+            reason = f"worker {worker} has joined elsewhere, later"
+            return [(self._pack(Kind.REFUSE, packets.refuse(join.nonce, reason)), address)]
+        else:
+            gone = []
+            known.address = address
+        answer = job.members[worker].answer
+        waiting = self._pack(Kind.WAIT, packets.wait(join.nonce, job.waiting()))
+        return [*gone, (answer or waiting, address)]
+
+    def _objection(self, join: Join, worker: int) -> str | None:
+        if not 1 <= join.world <= packets.MOST_WORKERS:
+            return f"{join.world} workers: it takes 1 to {packets.MOST_WORKERS}"
+        if worker >= join.world:
+            return f"worker {worker} of {join.world}: they count from 0"
+        job = self.jobs.get(join.job)
+        if job is None:
+            return f"full: it takes {self.limits.jobs} jobs" if len(self.jobs) >= self.limits.jobs else None
+        if job.world != join.world:
+            return f"this job has {job.world} workers, not {join.world}"
+        return None
+
+    def _begin_session(self, name: bytes, job: Job) -> Replies:
+        members = [job.members[worker] for worker in range(job.world)]
+        reason = _distance(members)
+        used = sum(other.session.slots for other in self.jobs.values() if other.session)
+        room = self.limits.memory // BYTES_A_SLOT - used
+        wanted = min(member.join.slots for member in members)
+        slots = min(wanted, room, self.limits.slots, self.engine.most_slots)
+        if reason is None and slots < min(wanted, FEWEST_SLOTS):
+            reason = "full: other jobs have all its memory"
+        if reason is None and slots < 1:
+            reason = "a job wants a slot at least"
+        if reason is not None:
+            self.refused += job.world
+            for member in members:
+                member.answer = self._pack(Kind.REFUSE, packets.refuse(member.join.nonce, reason))
+            return [(member.answer, member.address) for member in members if member.answer]
+        self._last_session = self._last_session % 0xFFFFFFFF + 1
+        nonce = os.urandom(packets.NONCE_BYTES)
+        key = packets.session_key(self.key, name, nonce)
+        job.session = Session(self._last_session, key, tuple(member.address for member in members), slots)
+        self.engine.open(job.session)
+        self.sessions[job.session.number] = name, job
+        first = min(member.join.operations for member in members)
+        for member in members:
+            accept = packets.Accept(member.join.nonce, nonce, job.session.number, slots, first)
+            member.answer = self._pack(Kind.ACCEPT, accept.pack())
+        return [(member.answer, member.address) for member in members if member.answer]
+
+    def _end_session(self, job: Job) -> Replies:
+        """The session is over; its workers are told, so that they join again."""
+        session, job.session = job.session, None
+        if session is None:
+            return []
+        self.engine.close(session.number)
+        del self.sessions[session.number]
+        gone = self._pack(Kind.GONE, packets.gone(session.number), session.number)
+        return [(gone, address) for address in session.addresses]
+
+    def _gone(self, session: int, address: Address) -> Replies:
+        """Senders of DATA for sessions that are no more; anyone can send that, so there are few answers."""
+        now = self.clock()
+        if now - self._last_gone < GONE_EVERY or session in self.sessions:
+            return []
+        self._last_gone = now
+        return [(self._pack(Kind.GONE, packets.gone(session), session), address)]
+
+    def _of_session(self, packet: Packet, address: Address) -> Iterator[tuple[bytes, Address]]:
+        name, job = self.sessions.get(packet.session, (b"", None))
+        if job is None or job.session is None:
+            yield from self._gone(packet.session, address)
+            return
+        session = job.session
+        if packet.worker >= job.world or packet.payload or not packet.is_coded_with(session.key):
+            self.forged += 1
+            return
+        if packet.kind == Kind.LEAVE:
+            job.members[packet.worker].left = True
+            if all(member.left for member in job.members.values()):
+                self._end_session(job)
+                del self.jobs[name]
+            return
+        job.last_heard = self.clock()
+        left = next((worker for worker, member in job.members.items() if member.left), None)
+        if left is not None and left != packet.worker:
+            answer = self._pack(Kind.GONE, packets.gone(session.number, left), session.number)
+        else:
+            told = packets.tell(self.engine.heard(session.number))
+            answer = Packet(Kind.TELL, session.number, payload=told).pack(session.key)
+        yield answer, session.addresses[packet.worker]
+
+
+def _distance(members: list[Member]) -> str | None:
+    """Why workers cannot go on together: they were at most one operation apart when the session ended."""
+    done = [member.join.operations for member in members]
+    low, high = min(done), max(done)
+    if high - low <= 1:
+        return None
+    return f"worker {done.index(low)} has done {low}, worker {done.index(high)} {high}"
