@@ -1,0 +1,297 @@
+// The aggregator's data path (docs/aggregator.md) as an XDP program: it runs for every packet before the kernel's own
+// network stack sees it.
+//
+// - `aggregate`, on each interface, takes DATA of open sessions: it checks the code, adds the words to the bank, and
+//   turns the packet that completes a bank into the RESULT, which goes to all entries of the session's device map.
+//   Everything else goes its ordinary way, control packets to the aggregator's socket.
+// - `worker_0`, `worker_1`, … run on the way out, each on its own copy: they write that worker's address into it.
+//
+// Traps:
+// - Packets of different workers arrive on different CPUs at once. A bank is only touched under its lock, and a worker's
+//   bit is set in the same hold as its words are added.
+// - Reading a packet again under the lock is safe: nobody else can write to it, so the words are those that were checked.
+// - User space may close a session while packets are under way. It takes the number away first and waits for a grace
+//   period before it gives the place to another session, so what `lookup` returns stays as it is until we return.
+// - A bank belongs to the session that it names; that of an earlier session counts as empty. Nobody has to clear banks.
+#include "xdp.bpf.h"
+
+enum { WORDS = 336, WORKERS = 64, SESSIONS = 64, SLOTS = 8192 }; // as in xdp.py
+enum { KIND_DATA = 7, KIND_RESULT = 8, KINDS = 12, ADD = 0, OR = 1 };
+enum { FROM_NOBODY = 65535, UNKNOWN_EVERY_NS = 1000000 };
+
+struct message {
+    u16 magic;
+    u8 version, kind;
+    u32 session, round;
+    u16 slot, worker;
+    u64 operation; // one byte, and seven zeros
+    u64 code;
+    u32 words[WORDS];
+} __attribute__((packed));
+
+struct frame {
+    struct ethernet ethernet;
+    struct ip ip;
+    struct udp udp;
+    struct message message;
+} __attribute__((packed));
+
+struct place {
+    u8 mac[6], own_mac[6];
+    u32 ip;
+    u16 port, unused;
+};
+
+struct session {
+    u64 key[2];
+    u64 all; // a bit for each worker
+    u32 number, workers, first_slot, slots;
+    struct place places[WORKERS];
+    u64 heard[WORKERS];
+};
+
+struct bank {
+    struct bpf_spin_lock lock;
+    u32 session, round, operation;
+    u64 in; // a bit for each worker
+    u32 words[WORDS];
+};
+
+struct listener {
+    u32 ip;
+    u16 port, unused;
+    u64 unknown_at;
+};
+
+enum counter { PACKETS, RESULTS, RESENT, DUPLICATES, OLD, FORGED, MALFORMED, UNKNOWN, BYTES_IN, BYTES_OUT, COUNTERS };
+
+struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 1); TYPE(key, u32); TYPE(value, struct listener); }
+    listeners SECTION(".maps");
+struct { NUMBER(type, MAP_HASH); NUMBER(max_entries, SESSIONS); TYPE(key, u32); TYPE(value, u32); }
+    numbers SECTION(".maps");
+struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, SESSIONS); TYPE(key, u32); TYPE(value, struct session); }
+    sessions SECTION(".maps");
+struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 2 * SLOTS); TYPE(key, u32); TYPE(value, struct bank); }
+    banks SECTION(".maps");
+struct { NUMBER(type, MAP_PERCPU_ARRAY); NUMBER(max_entries, COUNTERS); TYPE(key, u32); TYPE(value, u64); }
+    counts SECTION(".maps");
+
+struct workers_map { NUMBER(type, MAP_DEVMAP); NUMBER(max_entries, WORKERS); NUMBER(key_size, 4); NUMBER(value_size, 8); };
+struct { NUMBER(type, MAP_ARRAY_OF_MAPS); NUMBER(max_entries, SESSIONS); NUMBER(key_size, 4);
+         struct workers_map *values[]; } broadcasts SECTION(".maps");
+
+INLINE void count(u32 which, u64 by)
+{
+    u64 *counter = map_lookup(&counts, &which);
+    if (counter)
+        *counter += by;
+}
+
+INLINE int drop(u32 why)
+{
+    count(why, 1);
+    return XDP_DROP;
+}
+
+INLINE struct session *lookup(u32 number, u32 *index)
+{
+    u32 *found = map_lookup(&numbers, &number);
+    if (!found)
+        return 0;
+    *index = *found;
+    return map_lookup(&sessions, index);
+}
+
+#define ROTATE(x, by) ((x) << (by) | (x) >> (64 - (by)))
+#define SIP_ROUND                                                                                                      \
+    a += b, b = ROTATE(b, 13), b ^= a, a = ROTATE(a, 32), c += d, d = ROTATE(d, 16), d ^= c, a += d,                  \
+        d = ROTATE(d, 21), d ^= a, c += b, b = ROTATE(b, 17), b ^= c, c = ROTATE(c, 32)
+#define SIP_BLOCK(block)                                                                                               \
+    do {                                                                                                               \
+        u64 m = (block);                                                                                               \
+        d ^= m, SIP_ROUND, SIP_ROUND, a ^= m;                                                                          \
+    } while (0)
+
+// SipHash-2-4 of a message: three blocks before the code and 168 behind it. A function, since it is used twice.
+static __attribute__((noinline)) u64 siphash(const struct message *message, u64 key0, u64 key1)
+{
+    const u64 *block = (const u64 *)message;
+    u64 a = key0 ^ 0x736f6d6570736575, b = key1 ^ 0x646f72616e646f6d;
+    u64 c = key0 ^ 0x6c7967656e657261, d = key1 ^ 0x7465646279746573;
+    SIP_BLOCK(block[0]);
+    SIP_BLOCK(block[1]);
+    SIP_BLOCK(block[2]);
+#pragma clang loop unroll_count(2)
+    for (int i = 4; i < 4 + WORDS / 2; i++)
+        SIP_BLOCK(block[i]);
+    SIP_BLOCK((u64)((24 + 4 * WORDS) & 255) << 56);
+    c ^= 255;
+    SIP_ROUND, SIP_ROUND, SIP_ROUND, SIP_ROUND;
+    return a ^ b ^ c ^ d;
+}
+
+// `expression` of `bank` and `message`, for all their words. T is the type they are taken as: u64 takes two at a time.
+#define FOR_WORDS(T, statement)                                                                                        \
+    do {                                                                                                               \
+        T *sum = (T *)bank->words, *word = (T *)message->words;                                                        \
+        _Pragma("clang loop unroll_count(8)") for (int i = 0; i < (int)(4 * WORDS / sizeof(T)); i++) statement;        \
+    } while (0)
+
+enum outcome { ADDED, COMPLETE, AGAIN, NOT_YET, TOO_OLD, ANOTHER_OPERATION };
+
+// Add a checked message to its bank; with the last one, or one that comes again when all are in, put the sum into it.
+INLINE enum outcome add(struct bank *bank, struct message *message, struct session *session)
+{
+    enum outcome outcome = ADDED;
+    u64 bit = 1ull << (message->worker & 63);
+    u32 round = message->round, operation = message->operation;
+    spin_lock(&bank->lock);
+    if (bank->session != session->number) {
+        bank->session = session->number;
+        bank->round = round & 1;
+        bank->in = 0;
+    }
+    if (round == bank->round + 2) {
+        bank->round = round;
+        bank->in = 0;
+    }
+    if (round != bank->round)
+        outcome = TOO_OLD;
+    else if (bank->in & bit)
+        outcome = bank->in == session->all ? AGAIN : NOT_YET;
+    else if (bank->in && bank->operation != operation)
+        outcome = ANOTHER_OPERATION;
+    else {
+        u64 before = bank->in;
+        bank->in = before | bit;
+        if (bank->in == session->all)
+            outcome = COMPLETE;
+        bank->operation = operation;
+        if (!before)
+            FOR_WORDS(u64, sum[i] = word[i]);
+        else if (operation == OR)
+            FOR_WORDS(u64, sum[i] |= word[i]);
+        else
+            FOR_WORDS(u32, sum[i] += word[i]);
+    }
+    if (outcome == COMPLETE || outcome == AGAIN)
+        FOR_WORDS(u64, word[i] = sum[i]);
+    spin_unlock(&bank->lock);
+    return outcome;
+}
+
+// Put the sum on its way: to one worker, or to all.
+INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 worker, int to_all)
+{
+    struct message *message = &frame->message;
+    message->kind = KIND_RESULT;
+    message->worker = FROM_NOBODY;
+    message->code = siphash(message, session->key[0], session->key[1]);
+    frame->ip.hops = 64;
+    frame->ip.service = 0;
+    frame->udp.from = frame->udp.to; // the sender's port is written on the way out
+    frame->ip.from = frame->ip.to;
+    frame->udp.checksum = 0; // none: the code says more
+    void *workers = map_lookup(&broadcasts, &index);
+    if (!workers)
+        return XDP_DROP;
+    count(to_all ? RESULTS : RESENT, 1);
+    count(BYTES_OUT, sizeof(struct message) * (to_all ? session->workers : 1));
+    return to_all ? redirect_map(workers, 0, REDIRECT_BROADCAST) : redirect_map(workers, worker, 0);
+}
+
+INLINE int take_data(struct frame *frame, void *end, struct session *session, u32 index)
+{
+    struct message *message = &frame->message;
+    if ((void *)(frame + 1) > end)
+        return drop(MALFORMED);
+    asm volatile("" : "+r"(end)); // or clang joins both tests to one for equality, of which the verifier learns nothing
+    if ((void *)(frame + 1) < end || frame->ip.bytes != HIGH_FIRST(sizeof *frame - 14) ||
+        frame->udp.bytes != HIGH_FIRST(sizeof *frame - 34))
+        return drop(MALFORMED);
+    u32 worker = message->worker, slot = message->slot;
+    if (worker >= session->workers || worker >= WORKERS || slot >= session->slots || message->operation > OR)
+        return drop(MALFORMED);
+    if (siphash(message, session->key[0], session->key[1]) != message->code)
+        return drop(FORGED);
+    session->heard[worker] = ktime_ns();
+    u32 place = 2 * (session->first_slot + slot) + (message->round & 1);
+    struct bank *bank = map_lookup(&banks, &place);
+    if (!bank)
+        return drop(MALFORMED);
+    switch (add(bank, message, session)) {
+    case COMPLETE:
+        return answer(frame, session, index, worker, 1);
+    case AGAIN:
+        return answer(frame, session, index, worker, 0);
+    case NOT_YET:
+        return drop(DUPLICATES);
+    case TOO_OLD:
+        return drop(OLD);
+    case ANOTHER_OPERATION:
+        return drop(MALFORMED);
+    default:
+        return XDP_DROP;
+    }
+}
+
+SECTION("xdp") int aggregate(struct xdp_md *context)
+{
+    struct frame *frame = (void *)(long)context->data;
+    void *end = (void *)(long)context->data_end;
+    u32 zero = 0, index;
+    struct listener *listener = map_lookup(&listeners, &zero);
+    if (!listener || (void *)&frame->message > end || frame->ethernet.protocol != HIGH_FIRST(0x0800) ||
+        frame->ip.version_and_length != 0x45 || frame->ip.protocol != 17 || frame->ip.to != listener->ip ||
+        frame->udp.to != listener->port || frame->ip.fragment & HIGH_FIRST(0x3fff))
+        return XDP_PASS; // of fragments, the kernel makes whole packets for the socket
+    count(PACKETS, 1);
+    count(BYTES_IN, end - (void *)&frame->message);
+    struct message *message = &frame->message;
+    if ((void *)message->words > end || message->magic != ('G' | 'W' << 8) || message->version != 1 ||
+        message->kind < 1 || message->kind > KINDS)
+        return drop(MALFORMED);
+    if (message->kind != KIND_DATA)
+        return XDP_PASS;
+    struct session *session = lookup(message->session, &index);
+    if (session)
+        return take_data(frame, end, session, index);
+    // The control plane tells the sender that its session is gone. A flood shall not keep it from anything else.
+    u64 now = ktime_ns(), before = listener->unknown_at;
+    count(UNKNOWN, 1);
+    if (now - before < UNKNOWN_EVERY_NS)
+        return XDP_DROP;
+    listener->unknown_at = now;
+    return XDP_PASS;
+}
+
+INLINE int to_worker(struct xdp_md *context, u32 worker)
+{
+    struct frame *frame = (void *)(long)context->data;
+    void *end = (void *)(long)context->data_end;
+    u32 index;
+    if ((void *)frame->message.words > end)
+        return XDP_DROP;
+    struct session *session = lookup(frame->message.session, &index);
+    if (!session)
+        return XDP_DROP;
+    struct place *place = &session->places[worker];
+    __builtin_memcpy(frame->ethernet.to, place->mac, 6);
+    __builtin_memcpy(frame->ethernet.from, place->own_mac, 6);
+    frame->ip.to = place->ip;
+    frame->udp.to = place->port;
+    frame->ip.checksum = 0;
+    u32 sum = 0;
+    for (int i = 0; i < 10; i++)
+        sum += ((u16 *)&frame->ip)[i];
+    sum = (sum & 65535) + (sum >> 16);
+    frame->ip.checksum = ~(sum + (sum >> 16));
+    return XDP_PASS;
+}
+
+// The way out does not tell a program which entry of the map it is there for, so each worker has its own.
+#define ONE(n) SECTION("xdp/devmap") int worker_##n(struct xdp_md *context) { return to_worker(context, n); }
+#define EIGHT(t) ONE(0##t##0) ONE(0##t##1) ONE(0##t##2) ONE(0##t##3) ONE(0##t##4) ONE(0##t##5) ONE(0##t##6) ONE(0##t##7)
+EIGHT(0) EIGHT(1) EIGHT(2) EIGHT(3) EIGHT(4) EIGHT(5) EIGHT(6) EIGHT(7)
+
+char licence[] SECTION("license") = "Apache-2.0";

@@ -1,0 +1,213 @@
+"""The XDP engine: packets of data are added up in the kernel, before its network stack (xdp.bpf.c).
+
+What is not DATA of an open session arrives at an ordinary UDP socket, for the control plane. The program is attached by
+links, which the kernel takes away with this process, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+import warnings
+from collections.abc import Sequence
+
+from ..errors import GradwireError
+from . import libbpf, netdev, xdp_build
+from .engine import Address, Session
+from .places import place
+
+WORKERS, SESSIONS, SLOTS = 64, 64, 8192  # as in xdp.bpf.c
+COUNTERS = (
+    "packets",
+    "results",
+    "resent",
+    "duplicates",
+    "old",
+    "forged",
+    "malformed",
+    "unknown",
+    "bytes_in",
+    "bytes_out",
+)
+
+LISTENER = struct.Struct("<4s2s2xQ")
+PLACE = struct.Struct("<6s6s4s2s2x")
+SESSION = struct.Struct(f"<16sQIIII{WORKERS * PLACE.size}s{WORKERS}Q")
+DEVICE = struct.Struct("<Ii")
+
+
+class Xdp:
+    """An engine (see `Engine`) at one address of this host, for workers behind the given interfaces."""
+
+    most_slots = 1024
+
+    def __init__(self, bind: Address, interfaces: Sequence[str]):
+        if not interfaces:
+            raise GradwireError("the XDP engine needs the interfaces that lead to the workers: --interface NAME, …")
+        self.interfaces = tuple(dict.fromkeys(interfaces))
+        indices = [_index(name) for name in self.interfaces]
+        self._socket = _listen(bind)
+        self.address: Address = self._socket.getsockname()
+        self._sessions: dict[int, tuple[int, range, libbpf.Map]] = {}  # number: place, slots, devices
+        self._workers: dict[int, int] = {}
+        self._links: list[int] = []
+        try:
+            self._object = libbpf.Object(xdp_build.object_file())
+        except BaseException:
+            self._socket.close()
+            raise
+        try:
+            names = ("numbers", "sessions", "broadcasts", "counts")
+            self._numbers, self._places, self._broadcasts, self._counts = map(self._object.map, names)
+            self._object.map("listeners").set(0, LISTENER.pack(*_packed(self.address), 0))
+            self._attach(self._object.program("aggregate"), indices)
+        except BaseException:
+            self.shut()
+            raise
+
+    def _attach(self, program: int, indices: list[int]) -> None:
+        """Natively if all interfaces can; what one of them cannot send, none needs to receive."""
+        hindrance = ""
+        for name, index in zip(self.interfaces, indices, strict=True):
+            try:
+                self._links.append(libbpf.attach(program, name, index, libbpf.NATIVE))
+            except OSError as error:
+                hindrance = f"{name} has no native XDP ({error.strerror}; an MTU above 3498 is one reason)"
+            else:
+                if not netdev.takes_redirected(index):
+                    hindrance = (
+                        f"{name} does not send for XDP (of a veth, the worker's end wants `ethtool -K … gro on`)"
+                    )
+        if not hindrance:
+            return
+        warnings.warn(f"{hindrance}: using generic XDP, which is slower", stacklevel=3)
+        self._detach()
+        for name, index in zip(self.interfaces, indices, strict=True):
+            try:
+                self._links.append(libbpf.attach(program, name, index, libbpf.GENERIC))
+            except OSError as error:
+                raise GradwireError(f"{error.strerror}; use --engine userspace") from None
+
+    def _detach(self) -> None:
+        while self._links:
+            os.close(self._links.pop())
+
+    def open(self, session: Session) -> None:
+        if len(session.addresses) > WORKERS:
+            raise GradwireError(f"{len(session.addresses)} workers; an aggregator takes up to {WORKERS} a job")
+        index, slots = self._room(session)
+        places = [place(ip, self.interfaces) for ip, _ in session.addresses]
+        ends = b"".join(
+            PLACE.pack(found.mac, found.own_mac, *_packed(address))
+            for found, address in zip(places, session.addresses, strict=True)
+        )
+        devices = libbpf.device_map(WORKERS)
+        try:
+            for worker, found in enumerate(places):
+                devices.set(worker, DEVICE.pack(found.interface, self._program_of(worker)))
+            workers = len(places)
+            head = ((1 << workers) - 1, session.number, workers, slots.start, session.slots)
+            self._places.set(index, SESSION.pack(session.key, *head, ends, *[time.monotonic_ns()] * WORKERS))
+            self._broadcasts.set(index, devices.descriptor.to_bytes(4, "little"))
+            self._numbers.set(session.number, index.to_bytes(4, "little"))  # last: now it is served
+        except BaseException:
+            devices.close()
+            raise
+        self._sessions[session.number] = index, slots, devices
+
+    def _program_of(self, worker: int) -> int:
+        if worker not in self._workers:
+            self._workers[worker] = self._object.program(f"worker_{worker:03o}")
+        return self._workers[worker]
+
+    def _room(self, session: Session) -> tuple[int, range]:
+        """A place among the sessions, and slots that no session has."""
+        used = {index for index, _, _ in self._sessions.values()}
+        begin = 0
+        for taken in sorted((slots for _, slots, _ in self._sessions.values()), key=lambda slots: slots.start):
+            if taken.start - begin >= session.slots:
+                break
+            begin = taken.stop
+        if len(used) == SESSIONS or begin + session.slots > SLOTS or session.slots > self.most_slots:
+            raise GradwireError(
+                f"the XDP engine has no room for {session.slots} slots: it takes {SESSIONS} jobs with {SLOTS} slots "
+                f"altogether, {self.most_slots} a job"
+            )
+        return min(set(range(SESSIONS)) - used), range(begin, begin + session.slots)
+
+    def close(self, number: int) -> None:
+        index, _, devices = self._sessions[number]
+        self._numbers.remove(number)
+        self._broadcasts.remove(index)  # returns when no packet is being served that has seen the session
+        devices.close()
+        del self._sessions[number]
+
+    def poll(self, seconds: float) -> list[tuple[bytes, Address]]:
+        found: list[tuple[bytes, Address]] = []
+        if select.select([self._socket], [], [], max(0.0, seconds))[0]:
+            while len(found) < 256:
+                try:
+                    found.append(self._socket.recvfrom(65535))
+                except BlockingIOError:
+                    break
+                except ConnectionError:  # a worker's host says that nobody listens there
+                    continue
+        return found
+
+    def send(self, datagram: bytes, to: Address) -> None:
+        with contextlib.suppress(OSError):  # no route, a full buffer, …: lost, like any packet
+            self._socket.sendto(datagram, to)
+
+    def counters(self) -> dict[str, int]:
+        size = 8 * libbpf.cpus()
+        return {
+            name: sum(struct.unpack(f"<{size // 8}Q", self._counts.get(number, size)))
+            for number, name in enumerate(COUNTERS)
+        }
+
+    def heard(self, number: int) -> list[float]:
+        index = self._sessions[number][0]
+        _, _, _, workers, _, _, _, *heard = SESSION.unpack(self._places.get(index, SESSION.size))
+        now = time.monotonic_ns()
+        return [max(0, now - then) / 1e9 for then in heard[:workers]]
+
+    def shut(self) -> None:
+        """Detach from all interfaces, and give everything back."""
+        self._detach()
+        for _, _, devices in self._sessions.values():
+            devices.close()
+        self._sessions.clear()
+        self._object.close()
+        self._socket.close()
+
+
+def _packed(address: Address) -> tuple[bytes, bytes]:
+    return socket.inet_aton(address[0]), struct.pack(">H", address[1])
+
+
+def _index(interface: str) -> int:
+    try:
+        return socket.if_nametoindex(interface)
+    except OSError:
+        known = ", ".join(name for _, name in socket.if_nameindex())
+        raise GradwireError(f"there is no interface {interface!r} here (there are: {known})") from None
+
+
+def _listen(bind: Address) -> socket.socket:
+    try:
+        address = socket.inet_aton(socket.gethostbyname(bind[0]))
+    except OSError:
+        raise GradwireError(f"{bind[0]!r} is no IPv4 address") from None
+    if not any(address):
+        raise GradwireError("the XDP engine needs the address that workers connect to, not 0.0.0.0: --bind IP:PORT")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        listener.bind((socket.inet_ntoa(address), bind[1]))
+    except OSError as error:
+        listener.close()
+        raise GradwireError(f"cannot listen at {bind[0]}:{bind[1]}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,45 @@
+"""Compiles the XDP program when it is first needed: one object file for each version of source and compiler."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ..errors import GradwireError
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "xdp.bpf.c"
+FLAGS = ("-target", "bpf", "-mcpu=v3", "-O2", "-g", "-Wall", "-Werror")
+
+
+def object_file() -> Path:
+    if sys.platform != "linux" or sys.byteorder != "little":
+        raise GradwireError("the XDP engine needs Linux on a little-endian machine; use --engine userspace")
+    clang = shutil.which("clang")
+    if not clang:
+        raise GradwireError(
+            "the XDP engine is compiled by clang, which was not found: install it (apt-get install clang, "
+            "dnf install clang), or use --engine userspace"
+        )
+    version = subprocess.run([clang, "--version"], check=False, capture_output=True).stdout
+    parts = (SOURCE.read_bytes(), (HERE / "xdp.bpf.h").read_bytes(), version, " ".join(FLAGS).encode())
+    name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24] + ".o"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "xdp"
+    made = folder / name
+    if not made.exists():
+        # The kernel will run it: nobody else may write there.
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            unfinished = Path(scratch) / name
+            ended = subprocess.run(
+                [clang, *FLAGS, "-c", str(SOURCE), "-o", str(unfinished)], check=False, capture_output=True, text=True
+            )
+            if ended.returncode:
+                raise GradwireError(f"{clang} cannot compile the XDP program; use --engine userspace:\n{ended.stderr}")
+            unfinished.rename(made)
+    return made
