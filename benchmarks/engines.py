@@ -43,7 +43,7 @@ class Engines:
     def _start(self, engine: str) -> None:
         device = DEVICES[engine]
         address = f"{address_of_switch(device)}:{PORT}"
-        command = [sys.executable, "-m", "gradwire.cli", "aggregator", "--listen", address, "--engine", engine]
+        command = [sys.executable, "-m", "gradwire.cli", "aggregator", "--bind", address, "--engine", engine]
         if engine == "xdp":
             command += [part for port in self.star.ports(device) for part in ("--interface", port)]
         with tempfile.TemporaryFile("w+") as told:
