@@ -204,6 +204,7 @@ NB_MODULE(_native, m) {
     });
     bind_aggregator(m);
     bind_grid(m);
+    bind_homomorphic(m);
     bind_levels(m);
     bind_sparse(m);
 }

@@ -62,6 +62,7 @@ inline size_t chunks_of(size_t count, size_t chunk) { return (count + chunk - 1)
 void bind_aggregator(nb::module_& m);
 void bind_grid(nb::module_& m);
 void bind_levels(nb::module_& m);
+void bind_homomorphic(nb::module_& m);
 void bind_sparse(nb::module_& m);
 
 }  // namespace gradwire

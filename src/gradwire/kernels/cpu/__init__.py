@@ -5,5 +5,6 @@ What it does not cover (tensors on other devices, and operations that cost nothi
 
 from .dense import *  # noqa: F403
 from .grid import *  # noqa: F403
+from .homomorphic import *  # noqa: F403
 from .levels import *  # noqa: F403
 from .sparse import *  # noqa: F403

@@ -1,0 +1,87 @@
+// The homomorphic code (docs/homomorphic.md): words on a grid, index, sketch, peeling.
+//
+// Traps:
+// - Everything here comes from the network: bitmaps may have bits beyond the last block, sketches any numbers, and an
+//   index may name far more blocks than there are cells. Cells are hashes, always in range; counters have 32 bits,
+//   which no message has blocks for.
+// - The three hashes that give the cells are made side by side from one number. Made one from the other, blocks that
+//   share two cells would share the other two some five times too often, which is what small sketches fail by.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace gradwire {
+
+constexpr uint32_t kGolden = 0x9e3779b9u, kOther = 0x85ebca6bu;
+constexpr int kHashes = 4;
+constexpr size_t kHashBlock = 1024;  // blocks that are hashed at a time
+constexpr size_t kMostWords = size_t(1) << 31;
+
+// How a sketch is laid out: `segments` of 2^log cells of `lanes` words.
+struct SketchShape {
+    uint32_t segments;
+    int log, lanes;
+    uint32_t key, key2;
+
+    SketchShape(uint32_t segments, int log, int lanes, uint32_t seed);
+    uint32_t cells() const { return segments << log; }
+};
+
+struct Cells {
+    uint32_t of[kHashes][kHashBlock];
+};
+
+struct FixedGrid {
+    float decay, step, limit;  // limit: the largest fp32 number up to `most`
+    int bits;
+    bool stochastic;
+    uint64_t seed;
+};
+
+struct FixedResult {
+    size_t words = 0;        // that are not zero
+    uint32_t largest_g = 0;  // bit patterns of magnitudes
+    uint32_t largest_u = 0;
+    double squares[16] = {};  // of every sixteenth entry
+};
+
+struct HomomorphicKernels {
+    void (*cells)(const SketchShape& shape, const uint32_t* blocks, size_t n, Cells& out);  // n <= kHashBlock
+    void (*bloom_query)(const uint32_t* index, uint32_t index_words, int probes, uint32_t seed, size_t groups,
+                        uint32_t* bitmap);
+    // Positions and values have room for all words.
+    void (*quantize)(const FixedGrid& g, const Stream& s, int64_t* positions, int32_t* values, FixedResult& result);
+};
+
+extern const HomomorphicKernels portable_homomorphic;
+#ifdef GRADWIRE_X86
+extern const HomomorphicKernels avx2_homomorphic, avx512_homomorphic;
+#endif
+const HomomorphicKernels& homomorphic_kernels();  // the ones in use
+
+bool are_ascending(const int64_t* positions, size_t n, int64_t limit);
+size_t count_blocks(const int64_t* positions, size_t n, int lanes_log);
+// The bitmap is zero before.
+void index_bitmap(const int64_t* positions, size_t n, int lanes_log, uint32_t* bitmap);
+void bloom_build(const uint32_t* bitmap, size_t groups, uint32_t* index, uint32_t index_words, int probes,
+                 uint32_t seed);
+// The sketch is zero before.
+void sketch_words(const SketchShape& shape, const int64_t* positions, const int32_t* values, size_t n,
+                  uint32_t* sketch);
+void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,
+               double factor);
+
+// What comes of peeling; `words` of the message, blocks of shape.lanes words.
+struct Peeled {
+    std::vector<uint32_t> blocks;  // those of the index, ascending
+    std::vector<uint8_t> done;     // which of them were recovered
+    std::vector<uint32_t> values;  // their words
+    size_t nonzero = 0, left = 0;  // words
+    bool consistent = true;
+};
+void peel(const SketchShape& shape, const uint32_t* bitmap, const uint32_t* sketch, size_t words, Peeled& out);
+void list_peeled(const Peeled& peeled, int lanes, size_t words, int64_t* positions, int32_t* values, int64_t* left);
+
+}  // namespace gradwire
