@@ -266,15 +266,29 @@ def test_a_flood_of_garbage_leaves_sums_right(hosts, engine):
         assert engine.counters()["forged"] > 1000
 
 
-def test_generic_mode_where_a_worker_does_not_receive_in_batches(hosts):
-    with hosts.inside(2):
-        xdp_hosts.receive_in_batches("eth0", False)
+def test_generic_mode_where_an_interface_has_no_native_one(hosts):
+    """A veth whose peer may send longer packets than a page holds."""
+    switch, worker = hosts.name(SWITCH), hosts.name(2)
+    for namespace, device in ((worker, "eth0"), (switch, "port2")):
+        run("ip", "-n", namespace, "link", "set", device, "mtu", "9000")
     try:
-        with pytest.warns(UserWarning, match="port2 does not send for XDP.*gro on.*generic"), serving(hosts) as engine:
+        with pytest.warns(UserWarning, match="port2.* natively: using generic XDP"), serving(hosts) as engine:
             assert "xdpgeneric" in links(hosts)
             with job(hosts, engine) as workers:
                 sent, results = one_round(0, 16, HOSTS, seed=0)
                 assert exchange(workers, sent, random.Random(0), loss=0.1) == [results] * HOSTS
+    finally:
+        for namespace, device in ((worker, "eth0"), (switch, "port2")):
+            run("ip", "-n", namespace, "link", "set", device, "mtu", "1500")
+
+
+def test_a_worker_that_would_not_get_results_is_found_at_the_start(hosts):
+    with hosts.inside(2):
+        xdp_hosts.receive_in_batches("eth0", False)
+    try:
+        with pytest.raises(GradwireError, match=r"^port2: .*ethtool.*gro on"), serving(hosts):
+            pass
+        assert "prog/xdp" not in links(hosts)
     finally:
         with hosts.inside(2):
             xdp_hosts.receive_in_batches("eth0")

@@ -13,72 +13,8 @@
 // - User space may close a session while packets are under way. It takes the number away first and waits for a grace
 //   period before it gives the place to another session, so what `lookup` returns stays as it is until we return.
 // - A bank belongs to the session that it names; that of an earlier session counts as empty. Nobody has to clear banks.
-#include "xdp.bpf.h"
-
-enum { WORDS = 336, WORKERS = 64, SESSIONS = 64, SLOTS = 8192 }; // as in xdp.py
-enum { KIND_DATA = 7, KIND_RESULT = 8, KINDS = 12, ADD = 0, OR = 1 };
-enum { FROM_NOBODY = 65535, UNKNOWN_EVERY_NS = 1000000 };
-
-struct message {
-    u16 magic;
-    u8 version, kind;
-    u32 session, round;
-    u16 slot, worker;
-    u64 operation; // one byte, and seven zeros
-    u64 code;
-    u32 words[WORDS];
-} __attribute__((packed));
-
-struct frame {
-    struct ethernet ethernet;
-    struct ip ip;
-    struct udp udp;
-    struct message message;
-} __attribute__((packed));
-
-struct place {
-    u8 mac[6], own_mac[6];
-    u32 ip;
-    u16 port, unused;
-};
-
-struct session {
-    u64 key[2];
-    u64 all; // a bit for each worker
-    u32 number, workers, first_slot, slots;
-    struct place places[WORKERS];
-    u64 heard[WORKERS];
-};
-
-struct bank {
-    struct bpf_spin_lock lock;
-    u32 session, round, operation;
-    u64 in; // a bit for each worker
-    u32 words[WORDS];
-};
-
-struct listener {
-    u32 ip;
-    u16 port, unused;
-    u64 unknown_at;
-};
-
-enum counter { PACKETS, RESULTS, RESENT, DUPLICATES, OLD, FORGED, MALFORMED, UNKNOWN, BYTES_IN, BYTES_OUT, COUNTERS };
-
-struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 1); TYPE(key, u32); TYPE(value, struct listener); }
-    listeners SECTION(".maps");
-struct { NUMBER(type, MAP_HASH); NUMBER(max_entries, SESSIONS); TYPE(key, u32); TYPE(value, u32); }
-    numbers SECTION(".maps");
-struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, SESSIONS); TYPE(key, u32); TYPE(value, struct session); }
-    sessions SECTION(".maps");
-struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 2 * SLOTS); TYPE(key, u32); TYPE(value, struct bank); }
-    banks SECTION(".maps");
-struct { NUMBER(type, MAP_PERCPU_ARRAY); NUMBER(max_entries, COUNTERS); TYPE(key, u32); TYPE(value, u64); }
-    counts SECTION(".maps");
-
-struct workers_map { NUMBER(type, MAP_DEVMAP); NUMBER(max_entries, WORKERS); NUMBER(key_size, 4); NUMBER(value_size, 8); };
-struct { NUMBER(type, MAP_ARRAY_OF_MAPS); NUMBER(max_entries, SESSIONS); NUMBER(key_size, 4);
-         struct workers_map *values[]; } broadcasts SECTION(".maps");
+#include "xdp_maps.bpf.h"
+#include "xdp_siphash.bpf.h"
 
 INLINE void count(u32 which, u64 by)
 {
@@ -102,35 +38,7 @@ INLINE struct session *lookup(u32 number, u32 *index)
     return map_lookup(&sessions, index);
 }
 
-#define ROTATE(x, by) ((x) << (by) | (x) >> (64 - (by)))
-#define SIP_ROUND                                                                                                      \
-    a += b, b = ROTATE(b, 13), b ^= a, a = ROTATE(a, 32), c += d, d = ROTATE(d, 16), d ^= c, a += d,                  \
-        d = ROTATE(d, 21), d ^= a, c += b, b = ROTATE(b, 17), b ^= c, c = ROTATE(c, 32)
-#define SIP_BLOCK(block)                                                                                               \
-    do {                                                                                                               \
-        u64 m = (block);                                                                                               \
-        d ^= m, SIP_ROUND, SIP_ROUND, a ^= m;                                                                          \
-    } while (0)
-
-// SipHash-2-4 of a message: three blocks before the code and 168 behind it. A function, since it is used twice.
-static __attribute__((noinline)) u64 siphash(const struct message *message, u64 key0, u64 key1)
-{
-    const u64 *block = (const u64 *)message;
-    u64 a = key0 ^ 0x736f6d6570736575, b = key1 ^ 0x646f72616e646f6d;
-    u64 c = key0 ^ 0x6c7967656e657261, d = key1 ^ 0x7465646279746573;
-    SIP_BLOCK(block[0]);
-    SIP_BLOCK(block[1]);
-    SIP_BLOCK(block[2]);
-#pragma clang loop unroll_count(2)
-    for (int i = 4; i < 4 + WORDS / 2; i++)
-        SIP_BLOCK(block[i]);
-    SIP_BLOCK((u64)((24 + 4 * WORDS) & 255) << 56);
-    c ^= 255;
-    SIP_ROUND, SIP_ROUND, SIP_ROUND, SIP_ROUND;
-    return a ^ b ^ c ^ d;
-}
-
-// `expression` of `bank` and `message`, for all their words. T is the type they are taken as: u64 takes two at a time.
+// For all words of a bank's `sum` and a message's `word`. T is the type they are taken as: u64 takes two at a time.
 #define FOR_WORDS(T, statement)                                                                                        \
     do {                                                                                                               \
         T *sum = (T *)bank->words, *word = (T *)message->words;                                                        \
@@ -196,7 +104,7 @@ INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 w
     if (!workers)
         return XDP_DROP;
     count(to_all ? RESULTS : RESENT, 1);
-    count(BYTES_OUT, sizeof(struct message) * (to_all ? session->workers : 1));
+    count(BYTES_OUT, (IP_AND_UDP + sizeof(struct message)) * (to_all ? session->workers : 1));
     return to_all ? redirect_map(workers, 0, REDIRECT_BROADCAST) : redirect_map(workers, worker, 0);
 }
 
@@ -223,6 +131,7 @@ INLINE int take_data(struct frame *frame, void *end, struct session *session, u3
     case COMPLETE:
         return answer(frame, session, index, worker, 1);
     case AGAIN:
+        count(DUPLICATES, 1);
         return answer(frame, session, index, worker, 0);
     case NOT_YET:
         return drop(DUPLICATES);
@@ -246,13 +155,15 @@ SECTION("xdp") int aggregate(struct xdp_md *context)
         frame->udp.to != listener->port || frame->ip.fragment & HIGH_FIRST(0x3fff))
         return XDP_PASS; // of fragments, the kernel makes whole packets for the socket
     count(PACKETS, 1);
-    count(BYTES_IN, end - (void *)&frame->message);
+    count(BYTES_IN, end - (void *)&frame->ip);
     struct message *message = &frame->message;
     if ((void *)message->words > end || message->magic != ('G' | 'W' << 8) || message->version != 1 ||
         message->kind < 1 || message->kind > KINDS)
         return drop(MALFORMED);
-    if (message->kind != KIND_DATA)
+    if (message->kind != KIND_DATA) {
+        count(CONTROL, 1);
         return XDP_PASS;
+    }
     struct session *session = lookup(message->session, &index);
     if (session)
         return take_data(frame, end, session, index);

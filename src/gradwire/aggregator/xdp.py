@@ -6,31 +6,23 @@ links, which the kernel takes away with this process, however it ends."""
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import struct
 import time
-import warnings
 from collections.abc import Sequence
 
 from ..errors import GradwireError
-from . import libbpf, netdev, xdp_build
+from . import libbpf, xdp_build
 from .engine import Address, Session
 from .places import place
+from .xdp_links import Links
 
-WORKERS, SESSIONS, SLOTS = 64, 64, 8192  # as in xdp.bpf.c
+WORKERS, SESSIONS, SLOTS = 64, 64, 8192  # as in xdp_maps.bpf.h
+MOST_SLOTS = 1024  # of a session
 COUNTERS = (
-    "packets",
-    "results",
-    "resent",
-    "duplicates",
-    "old",
-    "forged",
-    "malformed",
-    "unknown",
-    "bytes_in",
-    "bytes_out",
+    *("packets", "results", "resent", "duplicates", "old", "forged", "malformed", "unknown", "control"),
+    *("bytes_in", "bytes_out"),
 )
 
 LISTENER = struct.Struct("<4s2s2xQ")
@@ -42,18 +34,15 @@ DEVICE = struct.Struct("<Ii")
 class Xdp:
     """An engine (see `Engine`) at one address of this host, for workers behind the given interfaces."""
 
-    most_slots = 1024
-
     def __init__(self, bind: Address, interfaces: Sequence[str]):
         if not interfaces:
             raise GradwireError("the XDP engine needs the interfaces that lead to the workers: --interface NAME, …")
         self.interfaces = tuple(dict.fromkeys(interfaces))
-        indices = [_index(name) for name in self.interfaces]
         self._socket = _listen(bind)
         self.address: Address = self._socket.getsockname()
         self._sessions: dict[int, tuple[int, range, libbpf.Map]] = {}  # number: place, slots, devices
-        self._workers: dict[int, int] = {}
-        self._links: list[int] = []
+        self.most_slots = MOST_SLOTS
+        self._links = Links()
         try:
             self._object = libbpf.Object(xdp_build.object_file())
         except BaseException:
@@ -63,37 +52,10 @@ class Xdp:
             names = ("numbers", "sessions", "broadcasts", "counts")
             self._numbers, self._places, self._broadcasts, self._counts = map(self._object.map, names)
             self._object.map("listeners").set(0, LISTENER.pack(*_packed(self.address), 0))
-            self._attach(self._object.program("aggregate"), indices)
+            self._links.attach(self._object.program("aggregate"), self.interfaces)
         except BaseException:
             self.shut()
             raise
-
-    def _attach(self, program: int, indices: list[int]) -> None:
-        """Natively if all interfaces can; what one of them cannot send, none needs to receive."""
-        hindrance = ""
-        for name, index in zip(self.interfaces, indices, strict=True):
-            try:
-                self._links.append(libbpf.attach(program, name, index, libbpf.NATIVE))
-            except OSError as error:
-                hindrance = f"{name} has no native XDP ({error.strerror}; an MTU above 3498 is one reason)"
-            else:
-                if not netdev.takes_redirected(index):
-                    hindrance = (
-                        f"{name} does not send for XDP (of a veth, the worker's end wants `ethtool -K … gro on`)"
-                    )
-        if not hindrance:
-            return
-        warnings.warn(f"{hindrance}: using generic XDP, which is slower", stacklevel=3)
-        self._detach()
-        for name, index in zip(self.interfaces, indices, strict=True):
-            try:
-                self._links.append(libbpf.attach(program, name, index, libbpf.GENERIC))
-            except OSError as error:
-                raise GradwireError(f"{error.strerror}; use --engine userspace") from None
-
-    def _detach(self) -> None:
-        while self._links:
-            os.close(self._links.pop())
 
     def open(self, session: Session) -> None:
         if len(session.addresses) > WORKERS:
@@ -107,7 +69,7 @@ class Xdp:
         devices = libbpf.device_map(WORKERS)
         try:
             for worker, found in enumerate(places):
-                devices.set(worker, DEVICE.pack(found.interface, self._program_of(worker)))
+                devices.set(worker, DEVICE.pack(found.interface, self._object.program(f"worker_{worker:03o}")))
             workers = len(places)
             head = ((1 << workers) - 1, session.number, workers, slots.start, session.slots)
             self._places.set(index, SESSION.pack(session.key, *head, ends, *[time.monotonic_ns()] * WORKERS))
@@ -117,26 +79,27 @@ class Xdp:
             devices.close()
             raise
         self._sessions[session.number] = index, slots, devices
+        self._take_stock()
 
-    def _program_of(self, worker: int) -> int:
-        if worker not in self._workers:
-            self._workers[worker] = self._object.program(f"worker_{worker:03o}")
-        return self._workers[worker]
+    def _free(self) -> list[range]:
+        """Slots that no session has."""
+        taken = sorted((slots for _, slots, _ in self._sessions.values()), key=lambda slots: slots.start)
+        begins, ends = [0, *(slots.stop for slots in taken)], [*(slots.start for slots in taken), SLOTS]
+        return [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
     def _room(self, session: Session) -> tuple[int, range]:
-        """A place among the sessions, and slots that no session has."""
-        used = {index for index, _, _ in self._sessions.values()}
-        begin = 0
-        for taken in sorted((slots for _, slots, _ in self._sessions.values()), key=lambda slots: slots.start):
-            if taken.start - begin >= session.slots:
-                break
-            begin = taken.stop
-        if len(used) == SESSIONS or begin + session.slots > SLOTS or session.slots > self.most_slots:
+        """A place among the sessions, and slots."""
+        places = set(range(SESSIONS)) - {index for index, _, _ in self._sessions.values()}
+        free = [slots for slots in self._free() if len(slots) >= session.slots]
+        if not places or not free or session.slots > MOST_SLOTS:
             raise GradwireError(
                 f"the XDP engine has no room for {session.slots} slots: it takes {SESSIONS} jobs with {SLOTS} slots "
-                f"altogether, {self.most_slots} a job"
+                f"altogether, {MOST_SLOTS} a job"
             )
-        return min(set(range(SESSIONS)) - used), range(begin, begin + session.slots)
+        return min(places), free[0][: session.slots]
+
+    def _take_stock(self) -> None:
+        self.most_slots = min(MOST_SLOTS, max(map(len, self._free())))
 
     def close(self, number: int) -> None:
         index, _, devices = self._sessions[number]
@@ -144,6 +107,7 @@ class Xdp:
         self._broadcasts.remove(index)  # returns when no packet is being served that has seen the session
         devices.close()
         del self._sessions[number]
+        self._take_stock()
 
     def poll(self, seconds: float) -> list[tuple[bytes, Address]]:
         found: list[tuple[bytes, Address]] = []
@@ -176,7 +140,7 @@ class Xdp:
 
     def shut(self) -> None:
         """Detach from all interfaces, and give everything back."""
-        self._detach()
+        self._links.close()
         for _, _, devices in self._sessions.values():
             devices.close()
         self._sessions.clear()
@@ -186,14 +150,6 @@ class Xdp:
 
 def _packed(address: Address) -> tuple[bytes, bytes]:
     return socket.inet_aton(address[0]), struct.pack(">H", address[1])
-
-
-def _index(interface: str) -> int:
-    try:
-        return socket.if_nametoindex(interface)
-    except OSError:
-        known = ", ".join(name for _, name in socket.if_nameindex())
-        raise GradwireError(f"there is no interface {interface!r} here (there are: {known})") from None
 
 
 def _listen(bind: Address) -> socket.socket:

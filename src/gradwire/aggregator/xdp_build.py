@@ -27,7 +27,7 @@ def object_file() -> Path:
             "dnf install clang), or use --engine userspace"
         )
     version = subprocess.run([clang, "--version"], check=False, capture_output=True).stdout
-    parts = (SOURCE.read_bytes(), (HERE / "xdp.bpf.h").read_bytes(), version, " ".join(FLAGS).encode())
+    parts = [*(source.read_bytes() for source in sorted(HERE.glob("*.bpf.*"))), version, " ".join(FLAGS).encode()]
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24] + ".o"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "xdp"
     made = folder / name
