@@ -37,8 +37,9 @@ SPARSE = (
 )  # fmt: skip
 MORE = (
     "co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman", "terngrad:coder=raw",
-    "tinyscript:levels=30", "countsketch:rows=1,p=1",
+    "tinyscript:levels=30", "countsketch:rows=1,p=1", "homomorphic:p=all,bits=16",
 )  # fmt: skip
+HOMOMORPHIC = ("homomorphic:p=all", "homomorphic:p=all,bits=8", "homomorphic:p=0.01")  # with an index
 GOLDEN = Path(__file__).parent / "golden/valid"
 
 
@@ -56,8 +57,17 @@ def valid_frames() -> list[bytes]:
         frames.append(encode_into(codec, gradient(300, n), segments=[100, 1, 149, 50]))
     for dtype in DTYPES:
         frames.append(gradwire.codec("none").encode((gradient(30) * 1e4).to(dtype)))
+    frames += [few_of_many(spec, run) for spec in HOMOMORPHIC for run in (1, 16)]
     frames += [several_lanes(lane_bits, chunks) for lane_bits in range(7) for chunks in (1, 2, 4)]
     return frames
+
+
+def few_of_many(spec: str, run: int) -> bytes:
+    """Of 4096 entries, twelve runs: what homomorphic frames have an index for."""
+    tensor = gradient(MAX_ELEMENTS)
+    here = torch.zeros(MAX_ELEMENTS // run, dtype=torch.bool)
+    here[:: MAX_ELEMENTS // run // 12] = True
+    return gradwire.codec(spec).encode(tensor * here.repeat_interleave(run))
 
 
 def several_lanes(lane_bits: int, chunks: int) -> bytes:

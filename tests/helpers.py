@@ -29,7 +29,10 @@ LEVEL_SPECS = (
     "bingrad", "bingrad:form=pb,precision=fp16", "orq:levels=9,bucket=100", "signsgd",
     "qsgd:levels=33,norm=l2,bucket=70,coder=huffman", "linear:levels=2,bucket=4,precision=fp32",
 )  # fmt: skip
-SPECS += (*LEVEL_SPECS, "countsketch:ratio=2,rows=5,p=0.5,precision=fp16")
+SPECS += (
+    *LEVEL_SPECS, "countsketch:ratio=2,rows=5,p=0.5,precision=fp16", "homomorphic", "homomorphic:p=all,bits=8",
+    "homomorphic:p=all,bits=4,rounding=stochastic",
+)  # fmt: skip
 
 # ── backends ──────────────────────────────────────────────────────────────────────────────────────
 

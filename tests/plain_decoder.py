@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from plain_coders import Bytes, Coded, plain_random, read_symbols
+from plain_homomorphic import plain_words, unpacked
 
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64,
@@ -24,7 +25,7 @@ DTYPES = (
 FORMATS = [  # sign, exponent and mantissa bits, bias, special
     (1, 2, 1, 1, 1), (1, 5, 2, 15, 1), (1, 2, 1, 1, 0), (1, 4, 3, 7, 2), (1, 5, 2, 15, 1), (1, 4, 3, 10, 1)
 ]  # fmt: skip
-STORED, MINIFLOAT, CAST, GRID, LEVELS, SPARSE, SKETCH = range(7)
+STORED, MINIFLOAT, CAST, GRID, LEVELS, SPARSE, SKETCH, HOMOMORPHIC = range(8)
 SEGMENTED = 2
 
 
@@ -73,7 +74,7 @@ def _fill(found: Plain) -> None:
     at = Bytes(found.payload)
     read = {
         STORED: _stored, MINIFLOAT: _minifloat, CAST: _cast, GRID: _grid, LEVELS: _levels, SPARSE: _sparse,
-        SKETCH: _sketch,
+        SKETCH: _sketch, HOMOMORPHIC: _homomorphic,
     }[found.codec]  # fmt: skip
     found.tensor = read(found, at).reshape(found.shape)
     assert at.at == len(at.data)
@@ -285,3 +286,15 @@ def _sketch(found: Plain, at: Bytes) -> torch.Tensor:
     for i in sorted(range(found.count), key=lambda i: (-abs(estimates[i]), i))[:kept]:
         values[i] = plain_value(estimates[i], scale, found.dtype) + 0
     return torch.stack(values)
+
+
+# ── codec 7: homomorphic ──────────────────────────────────────────────────────────────────────────
+
+
+def _homomorphic(found: Plain, at: Bytes) -> torch.Tensor:
+    kind = at.byte()
+    bits = 32 >> (kind >> 4)
+    (step,) = struct.unpack("<f", at.take(4))
+    words = plain_words(at, kind & 3, (1, 4, 16)[kind >> 2 & 3], -(-found.count * bits // 32))
+    codes = [q for word in words for q in unpacked(word, bits)][: found.count]
+    return torch.stack([limited(float(np.float32(q * step)), found.dtype) for q in codes])

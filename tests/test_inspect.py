@@ -111,6 +111,7 @@ FAMILIES = {
     "topk:values=fp8": {"sent": 30, "values": "minifloat"},
     "countsketch": {"rows": 3, "columns": 100, "kept": 30, "cells": "fp32"},
     "ecq": {},
+    "homomorphic:p=all": {"index": "dense", "index bytes": 0, "sketch bytes": 12_000},
 }
 
 
@@ -118,7 +119,8 @@ FAMILIES = {
 def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
     frame = gradwire.codec(spec).encode(gradient(3000).view(30, 100))
     report, plain = frames.describe(frame), plain_decode(frame)
-    assert report.codec == ["stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch"][plain.codec]
+    names = ["stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic"]
+    assert report.codec == names[plain.codec]
     assert report.details.items() >= FAMILIES[spec].items()
     assert (report.header_bytes, report.frame_bytes) == (plain.header_bytes, len(frame))
     if report.codec == "sparse":
@@ -126,7 +128,7 @@ def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
         assert used == len(plain.payload) - report.side_bytes - report.details["value bytes"]
         assert report.details["bits per position"] == pytest.approx(8 * used / len(plain.positions), abs=1e-3)
         assert report.coder == ("classes" if plain.kind >> 4 else "golomb")
-    elif report.codec != "sketch":
+    elif report.codec not in ("sketch", "homomorphic"):
         assert report.coder == CODERS[plain.coder]
         assert (report.frequencies or []) == plain.frequencies
     text = inspect(write(tmp_path / "a.gw", frame))

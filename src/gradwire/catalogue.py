@@ -14,6 +14,7 @@ from .convert import sketch
 from .convert.bingrad import BinGrad
 from .convert.cast import Cast
 from .convert.ecq import DEFAULT_RATE, Ecq
+from .convert.homomorphic import Homomorphic
 from .convert.job import Converter
 from .convert.level_numbers import PRECISIONS
 from .convert.levels import MOST_LEVELS
@@ -31,6 +32,7 @@ from .convert.tinyscript import TinyScript
 from .convert.topk import CASTS, TopK
 from .errors import SpecError, unknown_name
 from .formats import parse_format
+from .homomorphic.grid import BITS
 from .recipe import Recipe
 from .spec import Entry, Parameter, Parser, Values, float_format, number, one_of, share, split, whole, word_or
 
@@ -286,7 +288,35 @@ _SPARSE = [
         },
     ),
 ]  # fmt: skip
-CATALOGUE = {entry.name: entry for entry in (*_DENSE, *_SPARSE)}
+
+
+# ── sums that need no decompression on the way ────────────────────────────────────────────────────
+
+
+def _build_homomorphic(v: Values) -> Converter:
+    if not v["decay"] and (v["rounding"] != "stochastic" or v["p"] != "all"):
+        raise SpecError(
+            "homomorphic: without an error memory, what the grid does not hold would be lost: decay=0 needs "
+            "rounding=stochastic and p=all, which lose nothing on average"
+        )
+    p = None if v["p"] == "all" else float(v["p"])
+    return Homomorphic(p, int(v["bits"]), str(v["rounding"]))
+
+
+_HOMOMORPHIC = [
+    Entry(
+        "homomorphic", "integers that an aggregator or an all-reduce adds up as they are, 1% of the entries (p=all: "
+        "those that are not zero): for many workers, and for gradients that are sparse by nature; not for one at a time",
+        "LHC, arXiv 2402.07529", _build_homomorphic,
+        {
+            "p": Parameter("0.01", word_or("all", share)),
+            "bits": Parameter("32", one_of(*map(str, BITS))),
+            "rounding": Parameter("nearest", one_of("nearest", "stochastic")),
+            "decay": Parameter("1", number(0, 1), of_corrector=True),
+        },
+    ),
+]  # fmt: skip
+CATALOGUE = {entry.name: entry for entry in (*_DENSE, *_SPARSE, *_HOMOMORPHIC)}
 
 
 def recipe(spec: str) -> Recipe:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import wire
-from .convert import cast, ecq, levels, minifloat, sketch, sparse, stored
+from .convert import cast, ecq, homomorphic, levels, minifloat, sketch, sparse, stored
 from .convert.job import Converter, Job, NonFinite
 from .errors import FrameError, GradwireError
 
@@ -20,6 +20,7 @@ CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DECODERS = {
     wire.STORED: stored.decode, wire.MINIFLOAT: minifloat.decode, wire.CAST: cast.decode, wire.GRID: ecq.decode,
     wire.LEVELS: levels.decode, wire.SPARSE: sparse.decode, wire.SKETCH: sketch.decode,
+    wire.HOMOMORPHIC: homomorphic.decode,
 }  # fmt: skip
 SEGMENTED_CODECS = (wire.MINIFLOAT, wire.GRID, wire.LEVELS)
 assert sorted(DECODERS) == list(range(len(DECODERS))), "every codec number on the wire has a decoder"

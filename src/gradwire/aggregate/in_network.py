@@ -17,9 +17,9 @@ from ..errors import AggregateError, GradwireError, SpecError
 from . import joining
 
 try:
-    from .._native import AggregatorClient
+    from .._native import AggregatorClient  # type: ignore
 except ImportError:
-    AggregatorClient = None  # type: ignore[assignment, misc]
+    AggregatorClient = None
 
 SILENCE = 1.5
 """Seconds without any answer until the aggregator counts as lost."""
@@ -85,7 +85,7 @@ class InNetwork:
         """Queue an operation. The tensors must not change until the next operation is done: should the aggregator
         be lost, they are sent again."""
         for words in (or_words, add_words):
-            if words.dtype != torch.int32 or words.dim() != 1 or not words.is_contiguous() or words.device.type != "cpu":
+            if words.dtype != torch.int32 or words.dim() != 1 or not words.is_contiguous() or words.is_cuda:
                 raise AggregateError("words are contiguous int32 tensors of one dimension, on the CPU")
         if self._thread is None:
             raise AggregateError("not joined: call join() first")

@@ -12,7 +12,7 @@ from ..aggregator.packets import Accept, Join, Kind, Packet
 from ..errors import AggregateError
 
 if TYPE_CHECKING:
-    from .._native import AggregatorClient
+    from .._native import AggregatorClient  # type: ignore
 
 SLOTS = 2048
 AGAIN = 0.1

@@ -34,6 +34,10 @@ def key_from_file(path: Path) -> bytes:
         raise SpecError(f"cannot read the key in {path}: {error.strerror}") from None
 
 
+def is_set() -> bool:
+    return bool(os.environ.get(VARIABLE))
+
+
 def key_from_environment() -> bytes:
     text = os.environ.get(VARIABLE)
     if not text:

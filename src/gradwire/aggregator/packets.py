@@ -19,6 +19,7 @@ NOBODY = 65535
 MOST_WORKERS = 64
 KEY_BYTES = NONCE_BYTES = JOB_BYTES = 16
 REASON_BYTES = 48
+HELLO_BYTES = 64
 
 _HEADER = struct.Struct("<2sBBIIHHB7x")
 _JOIN = struct.Struct("<16s8s16sH2xIQQ")
@@ -98,9 +99,7 @@ class Join:
     operations: int
 
     def pack(self) -> bytes:
-        return _JOIN.pack(
-            self.nonce, self.cookie, self.job, self.world, self.slots, self.time & _MASK, self.operations
-        )
+        return _JOIN.pack(self.nonce, self.cookie, self.job, self.world, self.slots, self.time & _MASK, self.operations)
 
     @staticmethod
     def unpack(payload: bytes) -> Join:
@@ -128,7 +127,7 @@ class Accept:
 
 
 def hello(nonce: bytes) -> bytes:
-    return nonce + bytes(48)
+    return nonce + bytes(HELLO_BYTES - NONCE_BYTES)
 
 
 def wait(nonce: bytes, joined: Sequence[int]) -> bytes:
@@ -186,6 +185,6 @@ def _rotate(x: int, bits: int) -> int:
 
 
 try:
-    from .._native import siphash as code
+    from .._native import siphash as code  # type: ignore
 except ImportError:
     code = plain_siphash

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from . import packets
 from .engine import Address, Engine, Session
+from .jobs import Job, Limits, Member, distance
 from .packets import Join, Kind, Packet
 
 BYTES_A_SLOT = 2 * 1408
@@ -22,42 +22,6 @@ COOKIE_SECONDS = 5.0
 GONE_EVERY = 0.01
 
 Replies = list[tuple[bytes, Address]]
-
-
-@dataclass(frozen=True)
-class Limits:
-    jobs: int = 64
-    slots: int = 4096
-    """Of one job."""
-    memory: int = 1 << 30
-    """Of all slots, in bytes."""
-    idle: float = 300.0
-    """Seconds until a job that nobody is heard of is forgotten."""
-    joining: float = 30.0
-    """… one whose workers have not all come, and of which nobody is heard any more."""
-
-
-@dataclass
-class Member:
-    """The last JOIN of a worker."""
-
-    join: Join
-    address: Address
-    answer: bytes | None = None
-    """None: it waits for the others."""
-    left: bool = False
-
-
-@dataclass
-class Job:
-    world: int
-    members: dict[int, Member] = field(default_factory=dict)
-    session: Session | None = None
-    last_heard: float = 0.0
-    """Of anything but DATA."""
-
-    def waiting(self) -> list[int]:
-        return [worker for worker, member in self.members.items() if member.answer is None]
 
 
 class Registry:
@@ -77,29 +41,18 @@ class Registry:
         """What to answer to a packet that the engine has not served."""
         try:
             packet = packets.unpack(datagram)
+            match packet.kind:
+                case Kind.HELLO if self._verified(packet):
+                    return self._hello(packet, address)
+                case Kind.JOIN if self._verified(packet):
+                    return self._join(Join.unpack(packet.payload), packet.worker, address)
+                case Kind.ASK | Kind.LEAVE:
+                    return self._of_session(packet, address)
+                case Kind.DATA:
+                    return self._gone(packet.session, address)
         except packets.BadPacket:
-            return []
-        if packet.kind in (Kind.ASK, Kind.LEAVE):
-            return list(self._of_session(packet, address))
-        if packet.kind == Kind.DATA:
-            return self._gone(packet.session, address)
-        if packet.kind not in (Kind.HELLO, Kind.JOIN):
-            return []
-        if not packet.is_coded_with(self.key):
-            self.forged += 1
-            return []
-        if packet.kind == Kind.HELLO:
-            if len(packet.payload) != 64:
-                return []
-            nonce = packet.payload[: packets.NONCE_BYTES]
-            return [(self._pack(Kind.CHALLENGE, nonce + self._cookie(nonce, address)), address)]
-        try:
-            join = Join.unpack(packet.payload)
-        except packets.BadPacket:
-            return []
-        if join.cookie not in (self._cookie(join.nonce, address), self._cookie(join.nonce, address, 1)):
-            return []  # the worker says HELLO again
-        return self._join(join, packet.worker, address)
+            pass
+        return []
 
     def tick(self) -> None:
         """Forget jobs that nobody is heard of; call this now and then."""
@@ -122,7 +75,20 @@ class Registry:
         text = f"{address[0]} {address[1]} {period} ".encode()
         return packets.code(self._secret, text + nonce).to_bytes(8, "little")
 
+    def _verified(self, packet: Packet, key: bytes | None = None) -> bool:
+        right = packet.is_coded_with(key or self.key)
+        self.forged += not right
+        return right
+
+    def _hello(self, packet: Packet, address: Address) -> Replies:
+        if len(packet.payload) != packets.HELLO_BYTES:
+            return []
+        nonce = packet.payload[: packets.NONCE_BYTES]
+        return [(self._pack(Kind.CHALLENGE, nonce + self._cookie(nonce, address)), address)]
+
     def _join(self, join: Join, worker: int, address: Address) -> Replies:
+        if join.cookie not in (self._cookie(join.nonce, address), self._cookie(join.nonce, address, 1)):
+            return []  # the worker says HELLO again
         reason = self._objection(join, worker)
         if reason:
             self.refused += 1
@@ -159,7 +125,7 @@ class Registry:
 
     def _begin_session(self, name: bytes, job: Job) -> Replies:
         members = [job.members[worker] for worker in range(job.world)]
-        reason = _distance(members)
+        reason = distance(members)
         used = sum(other.session.slots for other in self.jobs.values() if other.session)
         room = self.limits.memory // BYTES_A_SLOT - used
         wanted = min(member.join.slots for member in members)
@@ -203,35 +169,24 @@ class Registry:
         self._last_gone = now
         return [(self._pack(Kind.GONE, packets.gone(session), session), address)]
 
-    def _of_session(self, packet: Packet, address: Address) -> Iterator[tuple[bytes, Address]]:
+    def _of_session(self, packet: Packet, address: Address) -> Replies:
         name, job = self.sessions.get(packet.session, (b"", None))
         if job is None or job.session is None:
-            yield from self._gone(packet.session, address)
-            return
+            return self._gone(packet.session, address)
         session = job.session
-        if packet.worker >= job.world or packet.payload or not packet.is_coded_with(session.key):
-            self.forged += 1
-            return
+        if packet.worker >= job.world or packet.payload or not self._verified(packet, session.key):
+            return []
         if packet.kind == Kind.LEAVE:
             job.members[packet.worker].left = True
             if all(member.left for member in job.members.values()):
                 self._end_session(job)
                 del self.jobs[name]
-            return
+            return []
         job.last_heard = self.clock()
-        left = next((worker for worker, member in job.members.items() if member.left), None)
-        if left is not None and left != packet.worker:
-            answer = self._pack(Kind.GONE, packets.gone(session.number, left), session.number)
+        left = [worker for worker, member in job.members.items() if member.left and worker != packet.worker]
+        if left:
+            answer = self._pack(Kind.GONE, packets.gone(session.number, left[0]), session.number)
         else:
             told = packets.tell(self.engine.heard(session.number))
             answer = Packet(Kind.TELL, session.number, payload=told).pack(session.key)
-        yield answer, session.addresses[packet.worker]
-
-
-def _distance(members: list[Member]) -> str | None:
-    """Why workers cannot go on together: they were at most one operation apart when the session ended."""
-    done = [member.join.operations for member in members]
-    low, high = min(done), max(done)
-    if high - low <= 1:
-        return None
-    return f"worker {done.index(low)} has done {low}, worker {done.index(high)} {high}"
+        return [(answer, session.addresses[packet.worker])]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .engine import Engine
-from .registry import Limits, Registry
+from .jobs import Limits
+from .registry import Registry
 
 POLL = 0.05
 

@@ -6,9 +6,9 @@ from ..errors import GradwireError
 from .engine import Address, Session
 
 try:
-    from .._native import Aggregator as _Aggregator
+    from .._native import Aggregator as _Aggregator  # type: ignore
 except ImportError:
-    _Aggregator = None  # type: ignore[assignment, misc]
+    _Aggregator = None
 
 
 class Userspace:

@@ -16,7 +16,7 @@ import typer
 
 from .. import GradwireError, __version__
 
-COMMANDS = ("train", "inspect", "recipes")
+COMMANDS = ("train", "inspect", "recipes", "aggregator")
 
 
 def build_app() -> typer.Typer:

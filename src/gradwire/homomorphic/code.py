@@ -49,9 +49,7 @@ def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
         return Decoded(positions, sketch[positions], torch.empty(0, dtype=torch.int64))
     if plan.index == "bloom":
         index = kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
-    return Decoded(
-        *kernels.peel(index, sketch, plan.words, plan.lanes, plan.segments, plan.segment_log, plan.seed)
-    )
+    return Decoded(*kernels.peel(index, sketch, plan.words, plan.lanes, plan.segments, plan.segment_log, plan.seed))
 
 
 def blocks(positions: torch.Tensor, words: int) -> dict[int, int]:

@@ -10,7 +10,8 @@ import numpy as np
 from ..errors import SpecError
 
 BITS = (32, 16, 8, 4)
-SMALLEST, LARGEST = 2.0**-126, float(np.finfo(np.float32).max)  # steps: normal fp32 numbers
+SMALLEST = 2.0**-126  # step: a normal fp32 number
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,23 @@ def by_largest(exponent: int, bits: int, world: int) -> Grid:
     limit = math.ldexp(1.0, exponent - 126)
     if bits == 32:
         step = limit / 2 ** ((most + 1).bit_length() - 1)  # u has 24 bits, so |u|/step is at most 2^p − 2^(p − 24)
-    else:
-        step = _fp32_from(limit / most)
-    return Grid(min(max(step, SMALLEST), LARGEST), most, bits)
+        return Grid(max(step, SMALLEST), most, bits)
+    return _grid(limit / most, most, bits)
 
 
 def by_rms(rms: float, bits: int, world: int) -> Grid:
     """For few levels: the bulk of the entries finely rather than all of them; what is clipped waits in the memory."""
+    if not 0 <= rms < math.inf:
+        raise ValueError(f"{rms} is not a root mean square")
     most = most_of(bits, world)
-    step = _fp32_from((0.5 + 0.8 * math.log2(2 * most + 1)) * rms / most)
-    return Grid(min(max(step, SMALLEST), LARGEST), most, bits)
+    return _grid((0.5 + 0.8 * math.log2(2 * most + 1)) * rms / most, most, bits)
 
 
-def _fp32_from(x: float) -> float:
-    """The smallest fp32 number from x on."""
-    if x >= LARGEST:
-        return LARGEST
-    near = np.float32(x)
-    return float(near if float(near) >= x else np.nextafter(near, np.float32(np.inf)))
+def _grid(step: float, most: int, bits: int) -> Grid:
+    """With the smallest fp32 number from this step on, but none of which most·step would not be finite."""
+    step = max(step, SMALLEST)
+    if step * most >= LARGEST:
+        near = np.float32(LARGEST / most)
+        return Grid(float(near if float(near) * most <= LARGEST else np.nextafter(near, np.float32(0))), most, bits)
+    near = np.float32(step)
+    return Grid(float(near if float(near) >= step else np.nextafter(near, np.float32(np.inf))), most, bits)

@@ -43,7 +43,7 @@ class Plan:
         else:
             bitmap = -(-self.blocks // 32)
             ok &= self.index in INDEXES and 0 <= self.segment_log <= LONGEST_SEGMENT and self.segments >= 4
-            ok &= self.segments << self.segment_log <= MOST_CELLS and 1 <= self.words
+            ok &= self.segments << self.segment_log <= MOST_CELLS and self.words >= 1
             if self.index == "bitmap":
                 ok &= (self.index_words, self.probes) == (bitmap, 0)
             else:
@@ -99,7 +99,7 @@ def _sparse_plans(words: int, lanes: int, union: int, seed: int) -> Iterator[Pla
         # Half of the bits are set where there are 1/ln 2 = 1.4427 bits for each probe.
         index_words = -(-union * probes * 14427 // 320000)
         false = (count - union) >> probes
-        false += 8 * math.isqrt(false)  # it varies, and by 32 at a time where whole groups are set
+        false += 16 * math.isqrt(false)  # it varies, and by 32 at a time where whole groups are set
         plan = Plan(words, lanes, "bloom", index_words, probes, *segments_for(min(count, union + false)), seed)
         if best is None or plan.total_words < best.total_words:
             best = plan

@@ -1,4 +1,4 @@
-"""What frames of levels, of sparse tensors and of sketches say of themselves."""
+"""What frames of levels, of sparse tensors, of sketches and of homomorphic codes say of themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import compress, wire
 from ..compress import positions
-from ..convert import level_numbers, levels, sketch
+from ..convert import homomorphic, level_numbers, levels, sketch
 from ..errors import FrameError
 from ..fields import Reader
 from .frame_report import FrameReport, describe_symbols
@@ -76,3 +76,15 @@ def describe_sketch(report: FrameReport, header: wire.Header, payload: np.ndarra
         "scale": scale,
         "seed": seed,
     }
+
+
+def describe_homomorphic(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+    reader = Reader(payload.data)
+    plan, grid = homomorphic.read_side(reader, header)
+    report.format, report.steps, report.side_bytes = f"{grid.bits}-bit sums", [grid.step], reader.position
+    report.symbol_bytes = len(reader.rest())
+    if report.symbol_bytes != 4 * plan.total_words:
+        raise FrameError("wrong length of index and sketch")
+    report.details = {"index": plan.index, "index bytes": 4 * plan.index_words, "sketch bytes": 4 * plan.sketch_words}
+    if plan.index != "dense":
+        report.details |= {"lanes": plan.lanes, "cells": plan.cells, "seed": plan.seed}

@@ -9,12 +9,15 @@ from ..convert import ecq, minifloat
 from ..errors import FrameError
 from ..fields import Reader
 from ..models import gennorm
-from .frame_families import describe_levels, describe_sketch, describe_sparse
+from .frame_families import describe_homomorphic, describe_levels, describe_sketch, describe_sparse
 from .frame_report import FrameReport, describe_symbols
 
 FLAGS = {wire.NONFINITE: "non-finite", wire.SEGMENTED: "segmented"}
-NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch")  # in the order of the wire
-LIMITED = {wire.LEVELS: describe_levels, wire.SPARSE: describe_sparse, wire.SKETCH: describe_sketch}
+NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic")  # in the order of the wire
+LIMITED = {
+    wire.LEVELS: describe_levels, wire.SPARSE: describe_sparse, wire.SKETCH: describe_sketch,
+    wire.HOMOMORPHIC: describe_homomorphic,
+}  # fmt: skip
 
 
 def describe(frame: bytes | memoryview) -> FrameReport:

@@ -101,7 +101,7 @@ def are_ascending(positions: torch.Tensor, limit: int) -> bool:
     """Whether each is above the one before it, and all are from 0 on and below the limit."""
     if not positions.numel():
         return True
-    return 0 <= int(positions[0]) and int(positions[-1]) < limit and bool((positions[1:] > positions[:-1]).all())
+    return int(positions[0]) >= 0 and int(positions[-1]) < limit and bool((positions[1:] > positions[:-1]).all())
 
 
 def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, ...]:

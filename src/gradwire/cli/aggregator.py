@@ -1,0 +1,175 @@
+"""`gradwire aggregator`: the program that adds up what workers send."""
+
+from __future__ import annotations
+
+import json as json_module
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from typer import Option
+
+from ..aggregator import keys
+from ..aggregator.engine import Address, Engine
+from ..aggregator.jobs import Limits
+from ..aggregator.serve import Server
+from ..errors import GradwireError, SpecError
+
+SHOWN = {
+    "packets": "packets received",
+    "results": "sums complete",
+    "resent": "results sent again",
+    "duplicates": "packets received again",
+    "old": "of an old round",
+    "forged": "with a wrong code",
+    "malformed": "malformed",
+    "unknown": "of no session",
+    "dropped": "dropped for want of room",
+    "refused": "workers refused",
+}
+LINE_EVERY = 10.0
+
+
+def aggregator(
+    *,
+    bind: Annotated[str, Option(metavar="IP:PORT", help="Where to listen, UDP.")] = "0.0.0.0:9999",
+    key_file: Annotated[
+        Path | None, Option(help="32 hexadecimal digits. Default: GRADWIRE_KEY, or a new one, which is printed.")
+    ] = None,
+    engine: Annotated[str, Option(help="userspace; or xdp, in the kernel (root, clang).")] = "userspace",
+    interface: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="xdp: the network interface workers are behind; may be given again."),
+    ] = None,
+    max_jobs: Annotated[int, Option(min=1, help="Jobs at a time.")] = Limits.jobs,
+    max_slots: Annotated[int, Option(min=1, max=65536, help="Packets of a job under way.")] = Limits.slots,
+    max_memory: Annotated[int, Option(min=1, metavar="MB", help="Of the sums of all jobs.")] = Limits.memory >> 20,
+    idle: Annotated[float, Option(min=1, metavar="SECONDS", help="Forget jobs silent for so long.")] = Limits.idle,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write all figures to this file at the end.")] = None,
+) -> None:
+    """Add up the gradients of several workers, for `gradwire train --aggregator HOST:PORT`.
+
+    Ends with Ctrl-C or SIGTERM. Workers that lose it join the next one started at its address, and go on.
+
+    **Examples**
+
+    With a key of its own, to be exported on the workers: `gradwire aggregator`
+
+    `openssl rand -hex 16 > key; gradwire aggregator --bind 10.0.0.1:9999 --key-file key`
+    """
+    console = Console()
+    key, fresh = _key(key_file)
+    made = _make_engine(engine, _address(bind), interface or [])
+    server = Server(made, key, Limits(jobs=max_jobs, slots=max_slots, memory=max_memory << 20, idle=idle))
+    ip, port = made.address
+    console.print(f"aggregator ({engine}) at {ip}:{port}", highlight=False)
+    if fresh:
+        console.print(f"on every worker: export {keys.VARIABLE}={key.hex()}", highlight=False, soft_wrap=True)
+    try:
+        _serve(server, console)
+        figures = _figures(server, engine)
+    finally:
+        server.shut()
+    console.print(_closing_table(figures))
+    if json is not None:
+        try:
+            json.write_text(json_module.dumps(figures, indent=1) + "\n")
+        except OSError as error:
+            raise GradwireError(f"cannot write {json}: {error.strerror}") from None
+
+
+def _key(file: Path | None) -> tuple[bytes, bool]:
+    """The key, and whether it is new."""
+    if file is not None:
+        return keys.key_from_file(file), False
+    try:
+        return keys.key_from_environment(), False
+    except SpecError:
+        if keys.is_set():
+            raise
+        return bytes.fromhex(keys.make_key()), True
+
+
+def _address(text: str) -> Address:
+    ip, _, port = text.rpartition(":")
+    if not ip or not port.isdecimal() or int(port) > 65535:
+        raise SpecError(f"--bind {text}: it is IP:PORT, such as 0.0.0.0:9999")
+    return ip, int(port)
+
+
+def _make_engine(name: str, bind: Address, interfaces: list[str]) -> Engine:
+    if name == "userspace":
+        if interfaces:
+            raise SpecError("--interface is for --engine xdp")
+        from ..aggregator.userspace import Userspace
+
+        return Userspace(bind)
+    if name != "xdp":
+        raise SpecError(f"--engine {name}: there are userspace and xdp")
+    try:
+        from ..aggregator.xdp import Xdp
+    except ImportError as error:
+        raise GradwireError(f"this build has no XDP engine ({error}): use --engine userspace") from None
+    return Xdp(bind, interfaces=interfaces)
+
+
+def _serve(server: Server, console: Console) -> None:
+    ended = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.append(True))
+    if console.is_terminal:
+        with Live(_live_table(server, 0.0), console=console, refresh_per_second=2, transient=True) as live:
+            before, at = server.counters()["bytes_in"], time.monotonic()
+            while not ended:
+                server.serve_once(0.05)
+                if (now := time.monotonic()) - at > 0.5:
+                    received = server.counters()["bytes_in"]
+                    live.update(_live_table(server, (received - before) / (now - at)))
+                    before, at = received, now
+        return
+    said = time.monotonic()
+    known: set[str] = set()
+    while not ended:
+        server.serve_once(0.05)
+        jobs = {job.name for job in server.jobs()}
+        if jobs != known or time.monotonic() - said > LINE_EVERY:
+            counters = server.counters()
+            console.print(
+                f"{time.monotonic() - server.started:.0f} s: {len(jobs)} jobs, {counters['packets']:,} packets,"
+                f" {counters['results']:,} sums, {counters['resent']:,} sent again",
+                highlight=False,
+            )
+            known, said = jobs, time.monotonic()
+
+
+def _live_table(server: Server, rate: float) -> Table:
+    counters = server.counters()
+    table = Table(
+        title=f"{rate / 1e6:,.0f} MB/s, {counters['results']:,} sums",
+        caption=", ".join(f"{counters[name]:,} {text}" for name, text in SHOWN.items() if counters.get(name)),
+    )
+    for heading in ("job", "workers", "slots", "longest silence"):
+        table.add_column(heading, justify="right")
+    for job in server.jobs():
+        silence = f"{max(job.heard):.1f} s" if job.heard else "…"
+        table.add_row(job.name, f"{job.joined}/{job.world}", str(job.slots or "joining"), silence)
+    return table
+
+
+def _figures(server: Server, engine: str) -> dict[str, Any]:
+    return {"engine": engine, "seconds": time.monotonic() - server.started, **server.counters()}
+
+
+def _closing_table(figures: dict[str, Any]) -> Table:
+    table = Table(title=f"aggregator: {figures['seconds']:.0f} s", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, text in SHOWN.items():
+        table.add_row(text, f"{figures.get(name, 0):,}")
+    table.add_row("MB received", f"{figures['bytes_in'] / 1e6:,.1f}")
+    table.add_row("MB sent", f"{figures['bytes_out'] / 1e6:,.1f}")
+    return table

@@ -1,0 +1,138 @@
+"""One worker's part of a homomorphic sum as a frame: integers on a grid, a sketch of them, an index.
+
+After "lossless homomorphic compression" (arXiv 2402.07529); docs/homomorphic.md has the code, and what differs. Sums of
+many workers are the business of aggregate/; a frame is what remains where there is nothing to add it to.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from .. import kernels
+from ..errors import FrameError, GradwireError
+from ..fields import Reader, varint
+from ..homomorphic import code
+from ..homomorphic.grid import BITS, Grid, by_largest, by_rms
+from ..homomorphic.plan import INDEXES, LANES, MOST_WORDS, Plan, choose
+from ..wire import HOMOMORPHIC, Header
+from .job import Converter, Job, NonFinite, combine, limit_to, require_finite
+
+WHOLE = 4096  # entries: of smaller tensors, all are sent
+TRIES = 8  # of other seeds, before the sketch grows
+
+
+class Homomorphic(Converter):
+    """p is the share of the entries that are sent, None for all that are not zero."""
+
+    wire_id = HOMOMORPHIC
+    selects = stores_tiny = True
+
+    def __init__(self, p: float | None = 0.01, bits: int = 32, rounding: str = "nearest"):
+        self.p, self.bits, self.stochastic = p, bits, rounding == "stochastic"
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        job.require_finite()
+        u = job.compensated()
+        require_finite(u)  # a memory that is not would spoil the frame
+        sent_all = self.p is None or job.count < WHOLE
+        if sent_all:  # an entry whose gradient is zero is not sent, and its memory waits
+            chosen = torch.nonzero(job.gradient).flatten()
+        else:
+            count = min(job.count, math.ceil(Fraction(repr(self.p)) * job.count))
+            chosen = kernels.select(u, None, None, 1.0, count)[1]
+        entries = torch.zeros_like(u)
+        entries[chosen] = u[chosen]
+        grid = self._grid(u[chosen])
+        seed = job.seed if self.stochastic else None
+        positions, words, exponent, _ = kernels.quantize_all(
+            entries, None, None, 1.0, grid.step, grid.most, grid.bits, seed
+        )
+        if exponent == 255:
+            raise NonFinite
+        payload = _write(positions, words, -(-job.count * self.bits // 32), grid)
+        if job.memory_out is not None:
+            sent = torch.zeros_like(u)
+            kernels.put_words(sent, positions, words, self.bits, grid.step)
+            torch.sub(u, limit_to(sent, job.dtype).float(), out=job.memory_out)
+        memoryview(out.numpy())[: len(payload)] = payload
+        return len(payload)
+
+    def _grid(self, values: torch.Tensor) -> Grid:
+        # Few levels are best spent on the bulk of the entries; but what is to be unbiased must not be clipped.
+        if self.bits < 32 and not self.stochastic:
+            mean = float(np.square(values.double().numpy()).mean()) if values.numel() else 0.0
+            return by_rms(math.sqrt(mean), self.bits, 1)
+        return by_largest(int(torch.tensor([kernels.absmax(values)]).view(torch.int32)) >> 23, self.bits, 1)
+
+
+def _write(positions: torch.Tensor, words: torch.Tensor, count: int, grid: Grid) -> bytes:
+    """The payload, in a sketch that this encoder has seen peel."""
+    found, seed = code.blocks(positions, count), 0
+    while True:
+        plan = choose(count, found, seed)
+        index, sketch = code.encode(plan, positions, words)
+        if plan.index == "dense" or not len(code.decode(plan, index, sketch).left):
+            break
+        seed += 1
+        if seed % TRIES == 0:
+            found = {lanes: blocks + blocks // 4 + 1 for lanes, blocks in found.items()}
+    kind = INDEXES.index(plan.index) | LANES.index(plan.lanes) << 2 | BITS.index(grid.bits) << 4
+    side = bytes([kind]) + struct.pack("<f", grid.step)
+    if plan.index != "dense":
+        side += struct.pack("<I", seed) + varint(plan.segments) + bytes([plan.segment_log])
+    if plan.index == "bloom":
+        side += varint(plan.index_words) + bytes([plan.probes])
+    return side + _little_endian(index) + _little_endian(sketch)
+
+
+def _little_endian(words: torch.Tensor) -> bytes:
+    return words.numpy().astype("<i4", copy=False).tobytes()
+
+
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_side(reader: Reader, header: Header) -> tuple[Plan, Grid]:
+    """Everything before index and sketch."""
+    if not header.dtype.is_floating_point or not header.elements:
+        raise FrameError("homomorphic frame of a dtype or size that is always stored")
+    kind = reader.byte()
+    index, lanes, bits = kind & 3, kind >> 2 & 3, kind >> 4
+    if index >= len(INDEXES) or lanes >= len(LANES) or bits >= len(BITS):
+        raise FrameError("unknown kind of homomorphic frame")
+    (step,) = struct.unpack("<f", reader.take(4))
+    if not 2.0**-126 <= step <= torch.finfo(torch.float32).max:
+        raise FrameError("invalid step of a homomorphic frame")
+    words = -(-header.elements * BITS[bits] // 32)
+    seed = segments = log = probes = index_words = 0
+    if INDEXES[index] != "dense":
+        (seed,) = struct.unpack("<I", reader.take(4))
+        segments, log = reader.varint(2**31), reader.byte()
+        index_words = -(-words // (32 * LANES[lanes]))
+    if INDEXES[index] == "bloom":
+        index_words, probes = reader.varint(MOST_WORDS), reader.byte()
+    try:
+        plan = Plan(words, LANES[lanes], INDEXES[index], index_words, probes, segments, log, seed)
+    except GradwireError as error:
+        raise FrameError(str(error)) from None
+    return plan, Grid(step, 2 ** (BITS[bits] - 1) - 1, BITS[bits])
+
+
+def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    reader = Reader(memoryview(payload))
+    plan, grid = read_side(reader, header)
+    body = reader.rest()
+    if len(body) != 4 * plan.total_words:
+        raise FrameError("wrong length of index and sketch")
+    words = torch.from_numpy(np.frombuffer(body, dtype="<i4").astype(np.int32))
+    found = code.decode(plan, words[: plan.index_words], words[plan.index_words :])
+    if len(found.left) or not found.consistent:
+        raise FrameError("a sketch that cannot be peeled, or says more than its index")
+    values = torch.zeros(header.elements)
+    kernels.put_words(values, found.positions, found.values, grid.bits, grid.step)
+    combine(limit_to(values, header.dtype).float(), out, weight, accumulate)
