@@ -99,7 +99,7 @@ def all_nonzero_entries(rank: int) -> None:
 
 
 def nothing_is_lost(rank: int) -> None:
-    for spec in ("homomorphic:p=0.01", "homomorphic:p=all", "homomorphic:p=all,bits=8", "homomorphic:p=all,bits=16"):
+    for spec in ("homomorphic:p=0.01", "homomorphic:p=all", "homomorphic:p=all,bits=8", "homomorphic:p=0.1,bits=16"):
         model = make(spec)
         sent, given = run_steps(model, [gradients(rank, step) for step in range(30)])
         check_kept(model, sent, given)
@@ -248,7 +248,7 @@ def or_without_an_or(rank: int) -> None:
 
 
 def says_what_is_wrong(rank: int) -> None:
-    check_raises(SpecError, "bits", lambda: make("homomorphic:p=0.01,bits=8"))
+    check_raises(SpecError, "decay", lambda: make("homomorphic:p=all,decay=0"))
     check_raises(SpecError, "homomorphic", lambda: make("co3", aggregator="localhost:9"))
 
 

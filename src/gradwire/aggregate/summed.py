@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from .. import kernels
-from ..convert.homomorphic import Homomorphic
+from ..convert.homomorphic import WHOLE, Homomorphic
 from ..convert.job import Job as Source
 from ..convert.job import NonFinite
+from ..convert.topk import TopK
 from ..errors import AggregateError
 from ..homomorphic import code, grid
 from ..homomorphic.grid import Grid
@@ -27,7 +28,7 @@ from ..homomorphic.plan import LANES
 from ..monitor import Error
 from .agreement import ADDED_WORDS, EXPONENT_WORDS, NOT_FINITE, Agreed, Own, counts_as_words, counts_from_words
 from .mean import Mean
-from .pieces import SMALL, Part, Piece, fingerprint
+from .pieces import Part, Piece, fingerprint
 from .wire_thread import Job, Pause
 from .word_sums import WordSums
 
@@ -137,6 +138,7 @@ class _Message:
         self.mean, self.parts = mean, parts
         self.recipe = mean.own_recipe(parts[0])
         self.converter = _converter(self.recipe.codec)
+        self.top = None if self.converter.p is None else TopK(self.converter.p)
         self.print = fingerprint([Piece(self.recipe, self.recipe.codec, list(parts))]) ^ mean.steps & 0xFFFFFFFF
         per_word = 32 // self.converter.bits
         ends = np.cumsum([-(-part.size // per_word) for part in parts])
@@ -162,22 +164,34 @@ class _Message:
         seed = None
         if self.converter.stochastic:
             seed = (self.mean.steps << 32) + zlib.crc32(f"{self.mean.rank}:{part.key}".encode())
-        if not self._selects(part):
+        if self.top is None or part.tensor.numel() < WHOLE:
             at, words, exponent, squares = kernels.quantize_all(
                 gradient, before, after, self.recipe.decay, used.step, used.most, used.bits, seed
             )
-            own.add(exponent, squares, part.size)
+            own.add(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size)
             self._measure(part, gradient, before, after)
             return at, words
         try:
-            at, chosen = self.converter.select(Source(gradient, gradient, before, after, self.recipe.decay))
+            at, chosen = self.top.select(Source(gradient, gradient, before, after, self.recipe.decay))
         except NonFinite:
             own.add(NOT_FINITE, 0.0, 0)
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-        words, sent = kernels.quantize_values(chosen, used.step, used.most, seed)
-        if after is not None:
-            kernels.scatter(after, at, -sent, True)
-        own.add(exponent_of(float(chosen.abs().max())) if len(chosen) else 0, 0.0, 0)
+        if used.bits == 32:
+            words, sent = kernels.quantize_values(chosen, used.step, used.most, seed)
+            own.add(exponent_of(float(chosen.abs().max())) if len(chosen) else 0, 0.0, 0)
+            if after is not None:
+                kernels.scatter(after, at, -sent, True)
+        else:  # neighbours share words
+            alone, sent = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            kernels.scatter(alone, at, chosen, True)
+            entries = len(at)
+            at, words, exponent, squares = kernels.quantize_all(
+                alone, None, None, 1.0, used.step, used.most, used.bits, seed
+            )
+            own.add(exponent, squares, entries)
+            if after is not None:
+                kernels.put_words(sent, at, words, used.bits, used.step)
+                after.sub_(sent)
         self._measure(part, gradient, before, after)
         return at, words
 
@@ -188,9 +202,6 @@ class _Message:
         before, after = self.mean.residual.buffers(part.name, part.tensor)
         return gradient, part.of(before).view(-1), part.of(after).view(-1)
 
-    def _selects(self, part: Part) -> bool:
-        return self.converter.p is not None and part.tensor.numel() >= SMALL
-
     def survey(self, given: Sequence[bool]) -> tuple[Own, dict[int, int]]:
         """What the ranks have to know of this one before they send anything."""
         own, counts = Own(), dict.fromkeys(LANES, 0)
@@ -199,9 +210,9 @@ class _Message:
                 continue
             gradient, before, _ = self._sources(part)
             u = kernels.compensate(gradient, before, self.recipe.decay) if before is not None else gradient
-            own.add(exponent_of(kernels.absmax(u)), float(u.double().square().sum()), part.size)
-            if self._selects(part):
-                most = self.converter.count(part.size) or part.size
+            own.add(exponent_of(kernels.absmax(u)), float(u.double().square().sum()), int(u.count_nonzero()))
+            if self.top is not None and part.tensor.numel() >= WHOLE:
+                most = self.top.count(part.size) or part.size
                 counts = {lanes: count + most for lanes, count in counts.items()}
             else:
                 at = torch.nonzero(gradient).flatten() // (32 // self.converter.bits)

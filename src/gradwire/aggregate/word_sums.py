@@ -14,8 +14,11 @@ from .link import Link
 class WordSums(Protocol):
     """All ranks call `start` with as many words, in the same order. The words given are not to be changed."""
 
-    bytes_sent: int
-    bytes_received: int
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_received(self) -> int: ...
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Any: ...
 

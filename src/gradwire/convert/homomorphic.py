@@ -30,7 +30,7 @@ class Homomorphic(Converter):
     """p is the share of the entries that are sent, None for all that are not zero."""
 
     wire_id = HOMOMORPHIC
-    selects = stores_tiny = True
+    sums = stores_tiny = True
 
     def __init__(self, p: float | None = 0.01, bits: int = 32, rounding: str = "nearest"):
         self.p, self.bits, self.stochastic = p, bits, rounding == "stochastic"

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ... import _native  # type: ignore[attr-defined]
+from ... import _native
 from ...errors import FrameError
 from ...formats import Format
 from ..reference import dense as reference

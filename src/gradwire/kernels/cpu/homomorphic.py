@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import _native  # type: ignore[attr-defined]
+from ... import _native
 from ..reference import homomorphic as reference
 from ..reference.homomorphic import Peeled, Quantized
 from .dense import _array, _native_can, _seed

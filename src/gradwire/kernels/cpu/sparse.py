@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ... import _native  # type: ignore[attr-defined]
+from ... import _native
 from ...errors import FrameError
 from ..reference import sparse as reference
 from ..reference.sparse import Selection
