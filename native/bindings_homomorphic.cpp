@@ -20,7 +20,7 @@ int log_of(int lanes) {
 
 SketchShape shape_of(int lanes, uint32_t segments, int log, uint32_t seed, size_t words) {
     log_of(lanes);
-    require(log >= 0 && log <= 16 && segments >= 4 && (uint64_t(segments) << log) <= kMostWords, "bad segments");
+    require(log >= 0 && log <= 16 && segments >= 4 && !((uint64_t(segments) << log) >> 32), "bad segments");
     require((uint64_t(segments) << log) * uint64_t(lanes) == words, "sketch has the wrong size");
     return SketchShape(segments, log, lanes, seed);
 }

@@ -339,8 +339,8 @@ def test_errors_name_the_fix(hosts, engine, monkeypatch):
             Xdp(engine.address, ["port0"])
         with pytest.raises(GradwireError, match=r"worker 10\.88\.0\.99.*--engine userspace"):
             engine.open(Session(1, KEY, (("10.88.0.99", 1),), 16))
-        with pytest.raises(GradwireError, match="1024 a job"):
-            engine.open(Session(1, KEY, (("10.88.0.1", 1),), 1025))
+        with pytest.raises(GradwireError, match="2048 a job"):
+            engine.open(Session(1, KEY, (("10.88.0.1", 1),), 2049))
         with pytest.raises(GradwireError, match="65 workers"):
             engine.open(Session(1, KEY, (("10.88.0.1", 1),) * 65, 16))
     engine.shut()

@@ -306,7 +306,7 @@ def _build_homomorphic(v: Values) -> Converter:
 _HOMOMORPHIC = [
     Entry(
         "homomorphic", "integers that an aggregator or an all-reduce adds up as they are, 1% of the entries (p=all: "
-        "those that are not zero): for many workers, and for gradients that are sparse by nature; not for one alone",
+        "those that are not zero): for many workers, and for gradients that are sparse by nature; not for two workers",
         "LHC, arXiv 2402.07529", _build_homomorphic,
         {
             "p": Parameter("0.01", word_or("all", share)),

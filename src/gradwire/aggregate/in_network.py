@@ -17,7 +17,7 @@ from ..errors import AggregateError, GradwireError, SpecError
 from . import joining
 
 try:
-    from .._native import AggregatorClient  # type: ignore
+    from .._native import AggregatorClient
 except ImportError:
     AggregatorClient = None
 
@@ -69,6 +69,8 @@ class InNetwork:
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._last: Operation | None = None
         self._under_way: Operation | None = None
+        self.patience = timeout
+        """Seconds that a lost aggregator has to come back."""
         self._redo = False
         """The session begins with the last operation, which this worker has done."""
         self._joined = False
@@ -175,7 +177,7 @@ class InNetwork:
         deadline = time.monotonic() + self.timeout
         while True:
             if not self._joined:
-                self._join(deadline)
+                self._join(min(deadline, time.monotonic() + self.patience))
             outcome = "done"
             if self._redo and self._last is not None:
                 spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)

@@ -12,7 +12,7 @@ from ..aggregator.packets import Accept, Join, Kind, Packet
 from ..errors import AggregateError
 
 if TYPE_CHECKING:
-    from .._native import AggregatorClient  # type: ignore
+    from .._native import AggregatorClient
 
 SLOTS = 2048
 AGAIN = 0.1

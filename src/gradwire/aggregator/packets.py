@@ -185,6 +185,6 @@ def _rotate(x: int, bits: int) -> int:
 
 
 try:
-    from .._native import siphash as code  # type: ignore
+    from .._native import siphash as code
 except ImportError:
     code = plain_siphash

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 
+from ..errors import GradwireError
 from . import packets
 from .engine import Address, Engine, Session
 from .jobs import Job, Limits, Member, distance
@@ -129,26 +131,35 @@ class Registry:
         used = sum(other.session.slots for other in self.jobs.values() if other.session)
         room = self.limits.memory // BYTES_A_SLOT - used
         wanted = min(member.join.slots for member in members)
-        slots = min(wanted, room, self.limits.slots, self.engine.most_slots)
-        if reason is None and slots < min(wanted, FEWEST_SLOTS):
+        most = min(wanted, self.limits.slots, self.engine.most_slots)
+        slots = min(most, room)
+        if reason is None and slots < min(most, FEWEST_SLOTS):
             reason = "full: other jobs have all its memory"
         if reason is None and slots < 1:
             reason = "a job wants a slot at least"
         if reason is not None:
-            self.refused += job.world
-            for member in members:
-                member.answer = self._pack(Kind.REFUSE, packets.refuse(member.join.nonce, reason))
-            return [(member.answer, member.address) for member in members if member.answer]
+            return self._refuse(members, reason)
         self._last_session = self._last_session % 0xFFFFFFFF + 1
         nonce = os.urandom(packets.NONCE_BYTES)
         key = packets.session_key(self.key, name, nonce)
-        job.session = Session(self._last_session, key, tuple(member.address for member in members), slots)
-        self.engine.open(job.session)
+        session = Session(self._last_session, key, tuple(member.address for member in members), slots)
+        try:
+            self.engine.open(session)
+        except GradwireError as error:  # all of it for who runs the aggregator, its beginning for the workers
+            warnings.warn(f"a job was refused: {error}", stacklevel=2)
+            return self._refuse(members, str(error))
+        job.session = session
         self.sessions[job.session.number] = name, job
         first = min(member.join.operations for member in members)
         for member in members:
             accept = packets.Accept(member.join.nonce, nonce, job.session.number, slots, first)
             member.answer = self._pack(Kind.ACCEPT, accept.pack())
+        return [(member.answer, member.address) for member in members if member.answer]
+
+    def _refuse(self, members: list[Member], reason: str) -> Replies:
+        self.refused += len(members)
+        for member in members:
+            member.answer = self._pack(Kind.REFUSE, packets.refuse(member.join.nonce, reason))
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _end_session(self, job: Job) -> Replies:

@@ -6,7 +6,7 @@ from ..errors import GradwireError
 from .engine import Address, Session
 
 try:
-    from .._native import Aggregator as _Aggregator  # type: ignore
+    from .._native import Aggregator as _Aggregator
 except ImportError:
     _Aggregator = None
 

@@ -48,9 +48,11 @@ INLINE struct session *lookup(u32 number, u32 *index)
 enum outcome { ADDED, COMPLETE, AGAIN, NOT_YET, TOO_OLD, ANOTHER_OPERATION };
 
 // Add a checked message to its bank; with the last one, or one that comes again when all are in, put the sum into it.
-INLINE enum outcome add(struct bank *bank, struct message *message, struct session *session)
+// `total` becomes the sum of the sum's words, for the UDP checksum.
+INLINE enum outcome add(struct bank *bank, struct message *message, struct session *session, u64 *total)
 {
     enum outcome outcome = ADDED;
+    u64 both, all_words = 0;
     u64 bit = 1ull << (message->worker & 63);
     u32 round = message->round, operation = message->operation;
     spin_lock(&bank->lock);
@@ -83,13 +85,32 @@ INLINE enum outcome add(struct bank *bank, struct message *message, struct sessi
             FOR_WORDS(u32, sum[i] += word[i]);
     }
     if (outcome == COMPLETE || outcome == AGAIN)
-        FOR_WORDS(u64, word[i] = sum[i]);
+        FOR_WORDS(u64, (both = sum[i], word[i] = both, all_words += (u32)both + (both >> 32)));
     spin_unlock(&bank->lock);
+    *total = all_words;
     return outcome;
 }
 
+// Numbers that are equal modulo 65535; Internet checksums are sums in that sense, in either byte order.
+INLINE u16 fold(u64 sum)
+{
+    sum = (sum & 0xffffffff) + (sum >> 32);
+    sum = (sum & 0xffffffff) + (sum >> 32);
+    sum = (sum & 65535) + (sum >> 16);
+    sum = (sum & 65535) + (sum >> 16);
+    return (sum & 65535) + (sum >> 16);
+}
+
+INLINE u64 sum_of(const void *data, int bytes)
+{
+    u64 sum = 0;
+    for (int i = 0; i < bytes / 2; i++)
+        sum += ((const u16 *)data)[i];
+    return sum;
+}
+
 // Put the sum on its way: to one worker, or to all.
-INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 worker, int to_all)
+INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 worker, int to_all, u64 total)
 {
     struct message *message = &frame->message;
     message->kind = KIND_RESULT;
@@ -99,7 +120,13 @@ INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 w
     frame->ip.service = 0;
     frame->udp.from = frame->udp.to; // the sender's port is written on the way out
     frame->ip.from = frame->ip.to;
-    frame->udp.checksum = 0; // none: the code says more
+    // Workers' kernels hand on results in batches if they have a checksum, must not be fragmented, and have no
+    // identification. What is still missing in the checksum is added on the way out.
+    frame->ip.id = 0;
+    frame->ip.fragment = HIGH_FIRST(0x4000);
+    total += sum_of(message, 32) + sum_of(&frame->ip.from, 4) + frame->udp.from + 2 * (u32)frame->udp.bytes +
+             HIGH_FIRST(17);
+    frame->udp.checksum = fold(total);
     void *workers = map_lookup(&broadcasts, &index);
     if (!workers)
         return XDP_DROP;
@@ -127,12 +154,13 @@ INLINE int take_data(struct frame *frame, void *end, struct session *session, u3
     struct bank *bank = map_lookup(&banks, &place);
     if (!bank)
         return drop(MALFORMED);
-    switch (add(bank, message, session)) {
+    u64 total;
+    switch (add(bank, message, session, &total)) {
     case COMPLETE:
-        return answer(frame, session, index, worker, 1);
+        return answer(frame, session, index, worker, 1, total);
     case AGAIN:
         count(DUPLICATES, 1);
-        return answer(frame, session, index, worker, 0);
+        return answer(frame, session, index, worker, 0, total);
     case NOT_YET:
         return drop(DUPLICATES);
     case TOO_OLD:
@@ -191,12 +219,10 @@ INLINE int to_worker(struct xdp_md *context, u32 worker)
     __builtin_memcpy(frame->ethernet.from, place->own_mac, 6);
     frame->ip.to = place->ip;
     frame->udp.to = place->port;
+    u16 checksum = ~fold(frame->udp.checksum + sum_of(&frame->ip.to, 4) + frame->udp.to);
+    frame->udp.checksum = checksum ? checksum : 65535; // 0 would say that there is none
     frame->ip.checksum = 0;
-    u32 sum = 0;
-    for (int i = 0; i < 10; i++)
-        sum += ((u16 *)&frame->ip)[i];
-    sum = (sum & 65535) + (sum >> 16);
-    frame->ip.checksum = ~(sum + (sum >> 16));
+    frame->ip.checksum = ~fold(sum_of(&frame->ip, 20));
     return XDP_PASS;
 }
 

@@ -18,8 +18,8 @@ from .engine import Address, Session
 from .places import place
 from .xdp_links import Links
 
-WORKERS, SESSIONS, SLOTS = 64, 64, 8192  # as in xdp_maps.bpf.h
-MOST_SLOTS = 1024  # of a session
+WORKERS, SESSIONS, SLOTS = 64, 64, 16384  # as in xdp_maps.bpf.h
+MOST_SLOTS = 2048  # of a session
 COUNTERS = (
     *("packets", "results", "resent", "duplicates", "old", "forged", "malformed", "unknown", "control"),
     *("bytes_in", "bytes_out"),

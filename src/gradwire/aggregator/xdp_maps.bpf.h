@@ -2,7 +2,7 @@
 #pragma once
 #include "xdp.bpf.h"
 
-enum { WORDS = 336, WORKERS = 64, SESSIONS = 64, SLOTS = 8192 }; // as in xdp.py
+enum { WORDS = 336, WORKERS = 64, SESSIONS = 64, SLOTS = 16384 }; // as in xdp.py
 enum { KIND_DATA = 7, KIND_RESULT = 8, KINDS = 12, ADD = 0, OR = 1 };
 enum { FROM_NOBODY = 65535, UNKNOWN_EVERY_NS = 1000000 };
 

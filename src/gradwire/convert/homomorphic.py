@@ -18,7 +18,7 @@ from ..errors import FrameError, GradwireError
 from ..fields import Reader, varint
 from ..homomorphic import code
 from ..homomorphic.grid import BITS, Grid, by_largest, by_rms
-from ..homomorphic.plan import INDEXES, LANES, MOST_WORDS, Plan, choose
+from ..homomorphic.plan import INDEXES, LANES, MOST_CELLS, MOST_WORDS, Plan, choose
 from ..wire import HOMOMORPHIC, Header
 from .job import Converter, Job, NonFinite, combine, limit_to, require_finite
 

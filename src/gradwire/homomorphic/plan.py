@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import GradwireError
@@ -11,15 +11,18 @@ from ..errors import GradwireError
 LANES = (1, 4, 16)
 INDEXES = ("dense", "bitmap", "bloom")
 MOST_WORDS = 2**31  # of a message
-MOST_CELLS = 2**31
+MOST_CELLS = 2**32 - 1
 MOST_PROBES = 24
 LONGEST_SEGMENT = 16  # log2: hashes have 16 bits for each place
-BLOOM_SAVES = (22, 25)  # a Bloom filter takes more time: it has to be 12% shorter, all in all
+# What takes more time has to be shorter by a part: fewer lanes by 6%, a Bloom filter by 12%.
+SHORTER = {"bitmap": (15, 16), "bloom": (22, 25)}
 
-# Blocks, cells for a thousand of them, log2 of the cells of a segment: measured by benchmarks/peeling.py.
+# From so many blocks on: cells for a thousand of them (but four segments), log2 of the cells of a segment. Where blocks
+# are few, it is the length of a segment that keeps two of them from sharing all cells. See benchmarks/peeling.py.
 SIZES = (
-    (1, 16000, 5), (16, 10000, 6), (64, 6000, 7), (256, 2500, 8), (1024, 1600, 9), (4096, 1350, 10), (16384, 1200, 11),
-    (65536, 1130, 12), (262144, 1090, 13), (1048576, 1080, 14),
+    (1, 0, 4), (5, 0, 5), (17, 0, 6), (65, 0, 7), (257, 1800, 7), (513, 1650, 8), (1025, 1550, 8), (2049, 1450, 8),
+    (4097, 1370, 9), (8193, 1320, 9), (16385, 1250, 10), (32769, 1200, 10), (65537, 1175, 11), (131073, 1145, 11),
+    (262145, 1120, 12), (524289, 1100, 12), (1048577, 1085, 13), (4194305, 1075, 14),
 )  # fmt: skip
 
 
@@ -43,7 +46,7 @@ class Plan:
         else:
             bitmap = -(-self.blocks // 32)
             ok &= self.index in INDEXES and 0 <= self.segment_log <= LONGEST_SEGMENT and self.segments >= 4
-            ok &= self.segments << self.segment_log <= MOST_CELLS and self.words >= 1
+            ok = ok and self.segments << self.segment_log <= MOST_CELLS and self.words >= 1
             if self.index == "bitmap":
                 ok &= (self.index_words, self.probes) == (bitmap, 0)
             else:
@@ -70,38 +73,38 @@ class Plan:
 
 def segments_for(blocks: int) -> tuple[int, int]:
     """(segments, log2 of their cells) of a sketch that this many blocks can be peeled from."""
-    _, rate, log = next(size for size in reversed(SIZES) if blocks >= size[0] or size == SIZES[0])
+    _, rate, log = next(size for size in reversed(SIZES) if blocks >= size[0])
     return max(4, -(-blocks * rate // (1000 << log))), log
 
 
 def choose(words: int, blocks: Mapping[int, int], seed: int) -> Plan:
-    """The shortest plan for a message whose sum has this many blocks (by lanes) that are not zero."""
+    """The shortest plan for a message whose sum has this many blocks (by lanes) that are not zero.
+
+    Plans are looked at in the order of the time they take, and one that takes more has to be worth it.
+    """
     best = Plan(words, 1, "dense", 0, 0, 0, 0, seed)
-    for lanes, union in sorted(blocks.items()):
-        for plan in _sparse_plans(words, lanes, max(1, union), seed):
-            slack = BLOOM_SAVES if plan.index == "bloom" else (1, 1)
-            if plan.total_words * slack[1] < best.total_words * slack[0]:
+    for make in (_bitmap, _bloom):
+        for lanes, union in sorted(blocks.items(), reverse=True):
+            plan = make(words, lanes, min(max(1, union), -(-words // lanes)), seed) if words else best
+            part, whole = SHORTER.get(plan.index, (1, 1))
+            if plan.total_words * whole < best.total_words * part:
                 best = plan
     return best
 
 
-def _sparse_plans(words: int, lanes: int, union: int, seed: int) -> Iterator[Plan]:
-    """The bitmap first, then the best Bloom filter."""
+def _bitmap(words: int, lanes: int, union: int, seed: int) -> Plan:
     count = -(-words // lanes)
-    union = min(union, count)
-    if not count:
-        return
-    if segments_for(union)[0] << segments_for(union)[1] > min(count, MOST_CELLS):
-        return  # longer than the words themselves
-    yield Plan(words, lanes, "bitmap", -(-count // 32), 0, *segments_for(union), seed)
-    best: Plan | None = None
+    return Plan(words, lanes, "bitmap", -(-count // 32), 0, *segments_for(union), seed)
+
+
+def _bloom(words: int, lanes: int, union: int, seed: int) -> Plan:
+    """With the number of probes that makes filter and sketch, false positives included, shortest."""
+    count, plans = -(-words // lanes), []
     for probes in range(1, MOST_PROBES + 1):
-        # Half of the bits are set where there are 1/ln 2 = 1.4427 bits for each probe.
+        # Half of the bits are set where there are 1/ln 2 = 1.4427 bits for each probe of a block.
         index_words = -(-union * probes * 14427 // 320000)
         false = (count - union) >> probes
         false += 16 * math.isqrt(false)  # it varies, and by 32 at a time where whole groups are set
-        plan = Plan(words, lanes, "bloom", index_words, probes, *segments_for(min(count, union + false)), seed)
-        if best is None or plan.total_words < best.total_words:
-            best = plan
-    assert best is not None
-    yield best
+        segments = segments_for(min(count, union + false))
+        plans.append(Plan(words, lanes, "bloom", index_words, probes, *segments, seed))
+    return min(plans, key=lambda plan: plan.total_words)

@@ -1,0 +1,126 @@
+"""Nanoseconds that the XDP program takes for a packet, by what becomes of it (Linux, root, clang, libbpf, iproute2).
+
+The kernel runs the program on packets from here (BPF_PROG_RUN) and takes the time itself; nothing is sent. What stands
+beside it: the same code of the same bytes by the native module. Everything happens in a network namespace of this
+process, which ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+
+from gradwire.aggregator import libbpf, packets
+from gradwire.aggregator.engine import Session
+from gradwire.aggregator.packets import Kind, Packet
+from gradwire.aggregator.xdp import Xdp
+
+WORKERS, SLOTS, SESSION = 4, 256, 1
+KEY = bytes(range(16))
+OWN, PORT = "10.88.0.254", 9999
+CLONE_NEWNET = 0x40000000
+VETH = "link add a type veth peer name b gro_max_size 65536"
+
+
+class TestRun(ctypes.Structure):
+    """struct bpf_test_run_opts"""
+
+    _fields_ = (
+        *(("size", ctypes.c_size_t), ("data_in", ctypes.c_void_p), ("data_out", ctypes.c_void_p)),
+        *(("bytes_in", ctypes.c_uint32), ("bytes_out", ctypes.c_uint32)),
+        *(("context_in", ctypes.c_void_p), ("context_out", ctypes.c_void_p)),
+        *(("context_bytes_in", ctypes.c_uint32), ("context_bytes_out", ctypes.c_uint32)),
+        *(("verdict", ctypes.c_uint32), ("repeat", ctypes.c_int), ("nanoseconds", ctypes.c_uint32)),
+        *(("flags", ctypes.c_uint32), ("cpu", ctypes.c_uint32), ("batch", ctypes.c_uint32)),
+    )
+
+
+def nanoseconds(program: int, packet: bytes, repeat: int = 1) -> int:
+    """Of one run on average. One that makes a result out of the packet cannot be repeated."""
+    before, after = ctypes.create_string_buffer(packet, len(packet)), ctypes.create_string_buffer(2048)
+    run = TestRun(ctypes.sizeof(TestRun), ctypes.addressof(before), ctypes.addressof(after), len(packet), 2048)
+    run.repeat = repeat
+    if libbpf.library().bpf_prog_test_run_opts(program, ctypes.byref(run)):
+        raise SystemExit("the kernel did not run the program")
+    return run.nanoseconds
+
+
+def frame(worker: int, message: bytes) -> bytes:
+    """Ethernet, IP and UDP around a message."""
+    ends = socket.inet_aton(f"10.88.0.{worker + 1}"), socket.inet_aton(OWN)
+    ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 28 + len(message), 0, 0, 64, 17, 0, *ends)
+    return bytes(12) + b"\x08\0" + ip + struct.pack(">HHHH", 7000, PORT, 8 + len(message), 0) + message
+
+
+def data(slot: int, worker: int, adding: int, key: bytes = KEY) -> bytes:
+    words = os.urandom(4 * packets.WORDS)
+    return frame(worker, Packet(Kind.DATA, SESSION, 0, slot, worker, adding, words).pack(key))
+
+
+def measure(program: int) -> dict[str, float]:
+    found = {
+        "of another port, passed on": nanoseconds(
+            program, frame(0, bytes(1376)).replace(b"\x27\x0f", b"\x27\x0e"), 10**6
+        )
+    }
+    found["forged: its code is checked"] = nanoseconds(program, data(0, 0, 0, bytes(16)), 10**5)
+    again = data(0, 0, 0)
+    nanoseconds(program, again)
+    found["sent twice: … and its bank is looked at"] = nanoseconds(program, again, 10**5)
+    for adding, verb in ((0, "added"), (1, "ORed")):
+        times: list[list[int]] = [[] for _ in range(WORKERS + 1)]
+        for slot in range(1, SLOTS):
+            own = [data(slot % 128 + 128 * adding, worker, adding) for worker in range(WORKERS)]
+            for which, packet in enumerate([*own, own[0]]):
+                times[which].append(nanoseconds(program, packet))
+            if slot == 127:
+                break
+        names = [f"first of a slot, {verb}: copied", f"second of a slot, {verb}", f"third of a slot, {verb}"]
+        names += [
+            f"last of a slot, {verb}: … and the result is written and coded",
+            f"sent again when {verb}: the result",
+        ]
+        found |= {name: statistics.median(taken) for name, taken in zip(names, times, strict=True)}
+    return found
+
+
+def native_code() -> float:
+    message = os.urandom(24 + 4 * packets.WORDS)
+    taken = []
+    for _ in range(2000):
+        begin = time.perf_counter_ns()
+        packets.code(KEY, message)
+        taken.append(time.perf_counter_ns() - begin)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    if os.geteuid() != 0:
+        sys.exit("loading an XDP program needs root: run it with sudo")
+    if ctypes.CDLL(None).unshare(CLONE_NEWNET):
+        sys.exit("no network namespaces here")
+    for command in (
+        "link add a type veth peer name b",
+        f"addr add {OWN}/24 dev a",
+        "link set a up",
+        "link set b up",
+        *(f"neigh add 10.88.0.{worker + 1} lladdr 02:00:00:00:00:0{worker + 1} dev a" for worker in range(WORKERS)),
+    ):
+        subprocess.run(["ip", *command.split()], check=True)
+    receive_in_batches("b")
+    engine = Xdp((OWN, PORT), ["a"])
+    engine.open(Session(SESSION, KEY, tuple((f"10.88.0.{worker + 1}", 7000) for worker in range(WORKERS)), SLOTS))
+    for name, taken in measure(engine.program).items():
+        print(f"{taken:7.0f} ns  {name}")
+    print(f"{native_code():7.0f} ns  the code of such a packet by {packets.code.__module__}, called from Python")
+    engine.shut()
+
+
+if __name__ == "__main__":
+    main()
