@@ -32,7 +32,7 @@ from trainees import CONTESTANTS, Contestant, Trainee
 
 WORKERS = 4
 TURN = 5  # steps
-WARM_UP = 5  # of these the times do not count: buckets are rebuilt, sizes agreed
+WARM_UP = TURN  # of these times and bytes do not count: buckets are rebuilt, sizes learnt
 FIRST_PORT = 29900
 
 
@@ -65,6 +65,8 @@ class Entry:
             return
         self.seconds += [max(ranks) for ranks in zip(*(a["seconds"] for a in answers), strict=True)]
         self.losses += [statistics.fmean(ranks) for ranks in zip(*(a["losses"] for a in answers), strict=True)]
+        if len(self.seconds) <= WARM_UP:
+            return
         after = self.star.carried()
         for cable in CABLES:
             self.carried[cable] += statistics.fmean(after[cable]) - statistics.fmean(before[cable])
@@ -74,7 +76,7 @@ class Entry:
         if self.failed or not times:
             return {"failed": self.failed or "no step was measured"}
         low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-        sent = {f"{cable}_bytes": total / len(self.seconds) for cable, total in self.carried.items()}
+        sent = {f"{cable}_bytes": total / len(times) for cable, total in self.carried.items()}
         row = {"ms": median * 1e3, "quartiles_ms": [low * 1e3, high * 1e3], "floor_ms": max(sent.values()) * 8e3 / rate}
         return row | sent | {"steps": len(self.seconds), "losses": self.losses, "validation_loss": self.final}
 
