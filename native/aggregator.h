@@ -56,6 +56,7 @@ class Aggregator {
     void send(const std::string& datagram, const sockaddr_in& to);
     std::vector<double> heard(uint32_t number) const;
     const Counters& counters() const { return counters_; }
+    int receive_buffer() const { return socket_.receive_buffer(); }
     sockaddr_in address() const { return socket_.own_address(); }
 
   private:

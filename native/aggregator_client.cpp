@@ -12,6 +12,7 @@ constexpr int kReceiveBuffer = 16 << 20;
 constexpr int kSendBuffer = 1 << 20;  // small: a link that is full makes us wait, and queues on the way stay short
 constexpr double kShortest = 0.005, kLongest = 0.25, kFirst = 0.01;  // seconds until a packet is sent again
 constexpr uint64_t kReordering = 32;   // results of packets sent so much later: this one is lost
+constexpr double kBufferOfPacket = 2816;  // bytes of a receive buffer that one takes, about
 constexpr double kSmallestWindow = 32, kFirstWindow = 128;
 constexpr size_t kLongestBurst = 256;
 constexpr double kAskEvery = 0.25;
@@ -45,7 +46,8 @@ void AggregatorClient::begin(uint32_t session, const SipKey& key, uint16_t worke
     session_ = session, key_ = key, worker_ = worker, slots_ = slots;
     flights_.assign(slots, {});
     first_ = base_ = next_ = end_ = order_ = latest_ = 0;
-    window_ = kFirstWindow, threshold_ = slots, reduced_ = 0, rtt_ = deviation_ = 0;
+    most_ = std::max(1.0, std::min(double(slots), double(socket_.receive_buffer()) / kBufferOfPacket));
+    window_ = std::min(kFirstWindow, most_), threshold_ = most_, reduced_ = 0, rtt_ = deviation_ = 0;
     gone_ = false, left_ = kNobody, unanswered_ = 0;
     told_.clear();
 }
@@ -90,11 +92,10 @@ size_t AggregatorClient::send_some(const uint64_t* packets, size_t count, const 
 }
 
 void AggregatorClient::send_new(const OperationWords& w, double now) {
-    uint64_t limit = std::min(end_, base_ + std::min<uint64_t>(slots_, uint64_t(window_)));
     full_ = false;
-    while (next_ < limit && !full_) {
+    while (next_ < limit() && !full_) {
         uint64_t packets[kTrain];
-        size_t count = std::min<uint64_t>(kTrain, limit - next_);
+        size_t count = std::min<uint64_t>(kTrain, limit() - next_);
         for (size_t i = 0; i < count; i++) packets[i] = next_ + i;
         size_t sent = send_some(packets, count, w);
         for (size_t i = 0; i < sent; i++) flight(next_ + i) = {now, ++order_, 1, false};
@@ -172,7 +173,7 @@ void AggregatorClient::settle(const OperationWords& w, double now) {
     if (!first_result_) first_result_ = now;
     if (nearest) measure(nearest);
     for (size_t i = 0; i < taken; i++) window_ += window_ < threshold_ ? 1 : 8 / window_;
-    window_ = std::min(window_, double(slots_));
+    window_ = std::min(window_, most_);
     results_ += taken;
     progress_ = timer_ = valid_ = now;
     doublings_ = unanswered_ = 0;
@@ -186,7 +187,7 @@ void AggregatorClient::control(const uint8_t* packet, size_t bytes, uint8_t kind
         uint32_t of, worker;
         std::memcpy(&of, packet + kHeaderBytes, 4);
         std::memcpy(&worker, packet + kHeaderBytes + 4, 4);
-        if (of == session_) gone_ = true, left_ = worker;
+        if (of == session_) gone_ = true, left_ = worker, valid_ = seconds_now(), unanswered_ = 0;
     } else if (kind == kTell && payload <= 2 * kMostWorkers && payload % 2 == 0 && code_of(key_, packet, bytes) == h.code) {
         told_.resize(payload / 2);
         if (payload) std::memcpy(told_.data(), packet + kHeaderBytes, payload);
@@ -215,7 +216,7 @@ void AggregatorClient::repair_gaps(const OperationWords& w, double now) {
     }
     if (again_.empty()) return;
     if (now - reduced_ > std::max(rtt_, 0.001)) {  // once for all losses of a round trip
-        window_ = threshold_ = std::max(kSmallestWindow, window_ * 0.7);
+        window_ = threshold_ = std::min(most_, std::max(kSmallestWindow, window_ * 0.7));
         reduced_ = now;
     }
     send_again(again_, w);
@@ -286,8 +287,7 @@ Outcome AggregatorClient::run(const OperationWords& w, double timeout, double si
         if (base_ == end_) break;
         if (now - timer_ >= patience()) on_silence(w, now);
         if (now - progress_ > kAskEvery && now - asked_ > kAskEvery) ask(), asked_ = now;
-        uint64_t limit = std::min(end_, base_ + std::min<uint64_t>(slots_, uint64_t(window_)));
-        if (next_ < limit && !full_) continue;
+        if (next_ < limit() && !full_) continue;
         socket_.wait(timer_ + patience() - now, full_);
         now = seconds_now();
     }

@@ -3,6 +3,7 @@
 
 #ifdef __linux__
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <vector>
@@ -86,7 +87,8 @@ class AggregatorClient {
     uint64_t first_ = 0, base_ = 0, next_ = 0, end_ = 0;  // base_: the first without a result; next_: the first not sent
     std::vector<Flight> flights_;
     uint64_t order_ = 0, latest_ = 0;  // the order of the last packet sent; of the latest whose result came
-    double window_ = 0, threshold_ = 0, reduced_ = 0;
+    double most_ = 1, window_ = 0, threshold_ = 0, reduced_ = 0;  // packets under way: at most, now, …
+    uint64_t limit() const { return std::min(end_, base_ + uint64_t(window_)); }
     double rtt_ = 0, deviation_ = 0;
     double first_result_ = 0, progress_ = 0, timer_ = 0, valid_ = 0, asked_ = 0;
     size_t results_ = 0, burst_ = 1;  // since the timer last ran out; packets that it sends again

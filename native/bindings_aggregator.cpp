@@ -71,6 +71,7 @@ void bind_engine(nb::module_& m) {
             a.send(string_from(datagram), make_address(to.first, to.second));
         })
         .def("heard", &Aggregator::heard)
+        .def("receive_buffer", &Aggregator::receive_buffer)
         .def("counters", [](const Aggregator& a) { return dict_from(a.counters()); })
         .def("address", [](const Aggregator& a) { return address_from(a.address()); });
 }

@@ -1,5 +1,6 @@
 // Argument checks of the homomorphic code.
 #include "bindings.h"
+#include "bindings_pool.h"
 #include "homomorphic.h"
 #include "homomorphic_loops.h"
 
@@ -71,15 +72,20 @@ nb::tuple peel_sketch(Words bitmap, Words sketch, size_t words, int lanes, uint3
     const SketchShape shape = shape_of(lanes, segments, log, seed, sketch.size());
     const size_t blocks = (words + size_t(lanes) - 1) / size_t(lanes);
     require(words <= kMostWords && bitmap.size() == (blocks + 31) / 32, "index has the wrong size");
-    auto peeled = std::make_unique<Peeled>();
+    Peeled& peeled = peel_scratch();
     {
         nb::gil_scoped_release release;
-        peel(shape, bits(bitmap), bits(sketch), words, *peeled);
+        peel(shape, bits(bitmap), bits(sketch), words, peeled);
     }
-    const size_t nonzero = peeled->nonzero, left = peeled->left;
-    const bool consistent = peeled->consistent;
-    nb::capsule owner(peeled.release(), [](void* p) noexcept { delete static_cast<Peeled*>(p); });
-    return nb::make_tuple(owner, nonzero, left, consistent);
+    auto [positions, position] = array<int64_t>(peeled.nonzero);
+    auto [values, value] = array<int32_t>(peeled.nonzero);
+    auto [left, left_at] = array<int64_t>(peeled.left);
+    {
+        nb::gil_scoped_release release;
+        list_peeled(peeled, lanes, words, position, value, left_at);
+        peeled.trim();
+    }
+    return nb::make_tuple(positions, values, left, peeled.consistent);
 }
 
 }  // namespace
@@ -133,14 +139,6 @@ void bind_homomorphic(nb::module_& m) {
         sketch_words(shape, positions.data(), values.data(), positions.size(), bits(sketch));
     });
     m.def("peel", peel_sketch);
-    m.def("list_peeled", [](nb::capsule peeled, int lanes, size_t words, IntsOut positions, WordsOut values,
-                            IntsOut left) {
-        const Peeled& p = *static_cast<const Peeled*>(peeled.data());
-        require(positions.size() == p.nonzero && values.size() == p.nonzero && left.size() == p.left &&
-                    p.values.size() == p.blocks.size() * size_t(lanes), "out has the wrong size");
-        nb::gil_scoped_release release;
-        list_peeled(p, lanes, words, positions.data(), values.data(), left.data());
-    });
 }
 
 }  // namespace gradwire

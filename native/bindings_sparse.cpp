@@ -1,68 +1,14 @@
 // Argument checks of the sparse kernels.
 #include <algorithm>
-#include <memory>
-#include <mutex>
-#include <vector>
 
 #include "bindings.h"
+#include "bindings_pool.h"
 #include "sparse.h"
 
 namespace gradwire {
 namespace {
 
 using IntsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-// Blocks of memory that are handed to numpy and come back: on a large tensor, fresh pages cost more than what is
-// written to them. A few are kept, none of them large.
-class Pool {
-public:
-    struct Block {
-        char* data;
-        size_t room;
-    };
-
-    Block take(size_t bytes) {
-        std::lock_guard<std::mutex> guard(mutex_);
-        for (size_t i = 0; i < kept_.size(); i++)
-            if (kept_[i].room >= bytes && kept_[i].room / 4 <= bytes) {
-                const Block found = kept_[i];
-                kept_[i] = kept_.back();
-                kept_.pop_back();
-                return found;
-            }
-        return {new char[bytes], bytes};
-    }
-    void give_back(Block block) {
-        std::lock_guard<std::mutex> guard(mutex_);
-        if (block.room >= kSmallest && block.room <= kLargest && kept_.size() < kBlocks)
-            kept_.push_back(block);
-        else
-            delete[] block.data;
-    }
-
-private:
-    static constexpr size_t kSmallest = 1 << 16, kLargest = 1 << 24, kBlocks = 8;
-    std::mutex mutex_;
-    std::vector<Block> kept_;
-};
-
-Pool& pool() {
-    static Pool* one = new Pool;  // never destroyed: arrays may outlive everything else
-    return *one;
-}
-
-// An array of numpy's in a block of the pool, and where its entries are.
-template <class T>
-std::pair<nb::object, T*> array(size_t n) {
-    auto block = std::make_unique<Pool::Block>(pool().take(std::max<size_t>(1, n) * sizeof(T)));
-    T* data = reinterpret_cast<T*>(block->data);
-    nb::capsule owner(block.get(), [](void* p) noexcept {
-        pool().give_back(*static_cast<Pool::Block*>(p));
-        delete static_cast<Pool::Block*>(p);
-    });
-    block.release();
-    return {nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner)), data};
-}
 
 template <class T>
 nb::object array_of(const Buffer<T>& buffer, size_t n) {

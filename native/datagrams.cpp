@@ -90,6 +90,13 @@ void Datagrams::set_buffers(int receive, int send) {
     set_one_buffer(fd_, SO_SNDBUFFORCE, SO_SNDBUF, send);
 }
 
+int Datagrams::receive_buffer() const {
+    int bytes = 0;
+    socklen_t length = sizeof bytes;
+    getsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &bytes, &length);
+    return bytes;
+}
+
 sockaddr_in Datagrams::own_address() const {
     sockaddr_in address{};
     socklen_t length = sizeof address;

@@ -49,6 +49,7 @@ class Datagrams {
     void bind(const sockaddr_in& address);
     void connect(const sockaddr_in& address);
     void set_buffers(int receive, int send);  // as near as the system allows
+    int receive_buffer() const;  // bytes, as the kernel counts them
     sockaddr_in own_address() const;
     int file() const { return fd_; }
 

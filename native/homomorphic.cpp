@@ -33,12 +33,9 @@ size_t count_blocks(const int64_t* positions, size_t n, int lanes_log) {
 }
 
 void index_bitmap(const int64_t* positions, size_t n, int lanes_log, uint32_t* bitmap) {
-    for (size_t i = 0; i < n;) {
-        const uint64_t word = uint64_t(positions[i]) >> (lanes_log + 5);
-        uint32_t bits = 0;
-        for (; i < n && uint64_t(positions[i]) >> (lanes_log + 5) == word; i++)
-            bits |= 1u << ((uint64_t(positions[i]) >> lanes_log) & 31);
-        bitmap[word] |= bits;
+    for (size_t i = 0; i < n; i++) {
+        const uint64_t block = uint64_t(positions[i]) >> lanes_log;
+        bitmap[block / 32] |= 1u << (block % 32);
     }
 }
 

@@ -73,14 +73,28 @@ void sketch_words(const SketchShape& shape, const int64_t* positions, const int3
 void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,
                double factor);
 
-// What comes of peeling; `words` of the message, blocks of shape.lanes words.
+// Where a block, in the order of first segments, adds its words; and a cell on its way to be empty: how many blocks it
+// has (the high 32 bits), and the XOR of their numbers (the low ones).
+struct Adds {
+    uint32_t cell[kHashes];
+};
+using Held = uint64_t;
+
+// What comes of peeling, and the room it takes, which a thread keeps: fresh pages cost as much as the work itself.
 struct Peeled {
     std::vector<uint32_t> blocks;  // those of the index, ascending
     std::vector<uint8_t> done;     // which of them were recovered
     std::vector<uint32_t> values;  // their words
-    size_t nonzero = 0, left = 0;  // words
-    bool consistent = true;
+    size_t nonzero, left;          // words
+    bool consistent;
+
+    std::vector<uint32_t> start, place, number, sorted, sums, queue;
+    std::vector<Adds> adds;
+    std::vector<Held> held;
+
+    void trim();  // gives back what is beyond some size
 };
+Peeled& peel_scratch();  // this thread's
 void peel(const SketchShape& shape, const uint32_t* bitmap, const uint32_t* sketch, size_t words, Peeled& out);
 void list_peeled(const Peeled& peeled, int lanes, size_t words, int64_t* positions, int32_t* values, int64_t* left);
 

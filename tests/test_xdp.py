@@ -7,25 +7,20 @@ import os
 import random
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 import xdp_hosts
-from gradwire import GradwireError
-from gradwire.aggregator.engine import Session
 from gradwire.aggregator.xdp import Xdp
-from xdp_hosts import SWITCH, XdpHosts, run
-from xdp_workers import ADD, DATA, OR, RESULT, WORDS, Workers, exchange, hello, packets, siphash
+from xdp_hosts import XdpHosts
+from xdp_jobs import HOSTS, KEY, OTHER_KEY, job, one_round, serving
+from xdp_workers import ADD, DATA, OR, WORDS, exchange, packets, siphash
 
 WHY_NOT = xdp_hosts.missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-KEY, OTHER_KEY = bytes(range(16)), bytes(range(1, 17))
-HOSTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -38,51 +33,6 @@ def hosts() -> Iterator[XdpHosts]:
 def engine(hosts: XdpHosts) -> Iterator[Xdp]:
     with serving(hosts) as made:
         yield made
-
-
-@contextmanager
-def serving(hosts: XdpHosts) -> Iterator[Xdp]:
-    with hosts.inside(SWITCH):
-        engine = Xdp((hosts.address, 0), hosts.ports)
-    try:
-        yield engine
-    finally:
-        engine.shut()
-
-
-@contextmanager
-def job(hosts: XdpHosts, engine: Xdp, number=77, key=KEY, slots=16, on=range(HOSTS)) -> Iterator[Workers]:
-    """Workers that have said hello, and a session for them."""
-    workers = Workers(hosts, engine.address, on)
-    try:
-        for worker, end in enumerate(workers.sockets):
-            end.send(hello(worker))
-        said: set = set()
-        while len(said) < len(workers.sockets):
-            came = engine.poll(2)
-            assert came
-            said |= {address for _, address in came}
-        assert said == set(workers.addresses)
-        for address in workers.addresses:  # an aggregator answers: now the kernel knows where they are
-            engine.send(b"hello", address)
-        assert [end.recv(9) for end in workers.sockets] == [b"hello"] * len(workers.sockets)
-        with hosts.inside(SWITCH):
-            engine.open(Session(number, key, workers.addresses, slots))
-        yield workers
-        engine.close(number)
-    finally:
-        workers.close()
-
-
-def one_round(round_: int, slots: int, count: int, seed: int, number=77, key=KEY):
-    """Packets of all workers, and the results that they must get. Even slots add, odd ones OR."""
-    words = np.random.default_rng(seed).integers(0, 1 << 32, (count, slots, WORDS), np.uint32)
-    slot = np.arange(slots)
-    sums = np.where(slot[:, None] & 1, np.bitwise_or.reduce(words), words.sum(0, dtype=np.uint32))
-    who, where = np.divmod(np.arange(count * slots), slots)
-    all_sent = packets(key, DATA, number, round_, where, who, where & 1, words.reshape(-1, WORDS))
-    sent = [all_sent[worker * slots : (worker + 1) * slots] for worker in range(count)]
-    return sent, set(packets(key, RESULT, number, round_, slot, 65535, slot & 1, sums))
 
 
 def test_the_siphash_of_these_tests_is_the_published_one():
@@ -210,39 +160,6 @@ def test_several_workers_behind_one_interface(hosts, engine):
         assert exchange(workers, sent, random.Random(0)) == [results] * 3
 
 
-def test_everything_else_passes(hosts, engine):
-    """Control packets, those of unknown sessions (few of a flood), other ports, TCP to the switch and to others."""
-    with job(hosts, engine, on=[0, 1]) as workers:
-        lost = packets(KEY, DATA, 5, 0, 0, 0, ADD, np.ones((1, WORDS), np.uint32))[0]
-        for _ in range(200):
-            workers.sockets[0].send(lost)
-        told = engine.poll(0.1)
-        assert set(told) == {(lost, workers.addresses[0])}
-        assert len(told) < 100
-        assert engine.counters()["unknown"] == 200
-        for where, ip in ((SWITCH, hosts.address), (1, "10.88.0.2")):
-            assert echo(hosts, where, ip) == b"x" * 300_000
-        heard = engine.heard(77)
-        assert len(heard) == 2
-        workers.sockets[1].send(packets(KEY, DATA, 77, 0, 0, 1, ADD, np.ones((1, WORDS), np.uint32))[0])
-        assert engine.heard(77)[1] < heard[1] < 5
-        assert engine.heard(77)[0] > heard[0]
-
-
-def echo(hosts: XdpHosts, where: object, ip: str) -> bytes:
-    """What a TCP server there received from worker 0."""
-    with hosts.inside(where):
-        server = socket.create_server((ip, 0))
-    with hosts.inside(0):
-        client = socket.create_connection(server.getsockname(), timeout=2)
-    with server, client, server.accept()[0] as peer:
-        sender = threading.Thread(target=lambda: (client.sendall(b"x" * 300_000), client.shutdown(socket.SHUT_WR)))
-        sender.start()
-        received = b"".join(iter(lambda: peer.recv(65536), b""))
-        sender.join()
-    return received
-
-
 def test_a_flood_of_garbage_leaves_sums_right(hosts, engine):
     with job(hosts, engine, on=[0, 1]) as workers:
         garbage = [os.urandom(n) for n in (1, 31, 500, 1376, 1400)] + [b"GW\1\7" + os.urandom(1372)]
@@ -264,94 +181,6 @@ def test_a_flood_of_garbage_leaves_sums_right(hosts, engine):
             flood.close()
         assert engine.counters()["malformed"] > 1000
         assert engine.counters()["forged"] > 1000
-
-
-def test_generic_mode_where_an_interface_has_no_native_one(hosts):
-    """A veth whose peer may send longer packets than a page holds."""
-    switch, worker = hosts.name(SWITCH), hosts.name(2)
-    for namespace, device in ((worker, "eth0"), (switch, "port2")):
-        run("ip", "-n", namespace, "link", "set", device, "mtu", "9000")
-    try:
-        with pytest.warns(UserWarning, match="port2.* natively: using generic XDP"), serving(hosts) as engine:
-            assert "xdpgeneric" in links(hosts)
-            with job(hosts, engine) as workers:
-                sent, results = one_round(0, 16, HOSTS, seed=0)
-                assert exchange(workers, sent, random.Random(0), loss=0.1) == [results] * HOSTS
-    finally:
-        for namespace, device in ((worker, "eth0"), (switch, "port2")):
-            run("ip", "-n", namespace, "link", "set", device, "mtu", "1500")
-
-
-def test_a_worker_that_would_not_get_results_is_found_at_the_start(hosts):
-    with hosts.inside(2):
-        xdp_hosts.receive_in_batches("eth0", False)
-    try:
-        with pytest.raises(GradwireError, match=r"^port2: .*ethtool.*gro on"), serving(hosts):
-            pass
-        assert "prog/xdp" not in links(hosts)
-    finally:
-        with hosts.inside(2):
-            xdp_hosts.receive_in_batches("eth0")
-
-
-def test_nothing_stays_attached(hosts):
-    with serving(hosts) as engine, pytest.raises(GradwireError, match=r"has an XDP program already.*xdp off"):
-        assert links(hosts).count("prog/xdp") == HOSTS
-        with hosts.inside(SWITCH):
-            Xdp((hosts.address, 0), hosts.ports)
-    assert engine.address[1] > 0
-    assert "prog/xdp" not in links(hosts)
-    ready, told = os.pipe()
-    with hosts.inside(SWITCH):
-        child = os.fork()
-        if not child:
-            engine = Xdp((hosts.address, 0), hosts.ports)
-            os.write(told, b"1")
-            signal.pause()
-    try:
-        os.close(told)
-        assert os.read(ready, 1) == b"1"
-        assert links(hosts).count("prog/xdp") == HOSTS
-    finally:
-        os.close(ready)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    for _ in range(100):
-        if "prog/xdp" not in links(hosts):
-            return
-        time.sleep(0.02)
-    raise AssertionError("a killed aggregator is still attached")
-
-
-def links(hosts: XdpHosts) -> str:
-    return run("ip", "-n", hosts.name(SWITCH), "link", "show")
-
-
-def test_errors_name_the_fix(hosts, engine, monkeypatch):
-    with hosts.inside(SWITCH):
-        with pytest.raises(GradwireError, match=r"no interface 'eth9' here \(there are: .*port0"):
-            Xdp((hosts.address, 0), ["eth9"])
-        with pytest.raises(GradwireError, match="--interface"):
-            Xdp((hosts.address, 0), [])
-        with pytest.raises(GradwireError, match=r"not 0\.0\.0\.0: --bind"):
-            Xdp(("0.0.0.0", 0), ["port0"])
-        with pytest.raises(GradwireError, match="cannot listen"):
-            Xdp(engine.address, ["port0"])
-        with pytest.raises(GradwireError, match=r"worker 10\.88\.0\.99.*--engine userspace"):
-            engine.open(Session(1, KEY, (("10.88.0.99", 1),), 16))
-        with pytest.raises(GradwireError, match="2048 a job"):
-            engine.open(Session(1, KEY, (("10.88.0.1", 1),), 2049))
-        with pytest.raises(GradwireError, match="65 workers"):
-            engine.open(Session(1, KEY, (("10.88.0.1", 1),) * 65, 16))
-    engine.shut()
-    with hosts.inside(SWITCH):
-        narrow = Xdp((hosts.address, 0), hosts.ports[1:])
-        with pytest.raises(GradwireError, match="--interface port0"):
-            narrow.open(Session(1, KEY, (("10.88.0.1", 1),), 16))
-        narrow.shut()
-        monkeypatch.setenv("PATH", "/nonexistent")
-        with pytest.raises(GradwireError, match="which was not found: install it"):
-            Xdp((hosts.address, 0), ["port0"])
 
 
 def flipped(packet: bytes, bit: int) -> bytes:

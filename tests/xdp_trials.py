@@ -30,7 +30,7 @@ def work_there(
     with LossyProxy((XdpHosts.address, PORT), options.faults, 1000 * options.seed + worker) as proxy:
         work(proxy.address if options.faults.any else ADDRESS, worker, options, out, enough)
     print(
-        f"proxy {worker}: {proxy.passed:,} passed, {proxy.lost:,} lost, {proxy.repeated:,} repeated, {proxy.held:,} held"
+        f"proxy {worker}: {proxy.passed:,} passed, {proxy.lost:,} lost, {proxy.repeated:,} twice, {proxy.held:,} held"
     )
 
 

@@ -20,7 +20,6 @@ from .in_network import InNetwork
 from .link import Link
 from .word_sums import OverLink
 
-PATIENCE = 5.0  # seconds that an aggregator has to come back
 _DONE = struct.Struct("<Q")
 
 
@@ -36,8 +35,6 @@ class Ticket:
 class ByAggregator:
     def __init__(self, aggregator: InNetwork, link: Link, falls_back: bool):
         self.aggregator, self.link, self.falls_back = aggregator, link, falls_back
-        if falls_back:
-            aggregator.patience = min(aggregator.patience, PATIENCE)
         self._over_link: OverLink | None = None
         self._kept: deque[Ticket] = deque()  # under way, and the last before
         self._started = 0

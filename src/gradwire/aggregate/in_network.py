@@ -70,7 +70,7 @@ class InNetwork:
         self._last: Operation | None = None
         self._under_way: Operation | None = None
         self.patience = timeout
-        """Seconds that a lost aggregator has to come back."""
+        """Seconds that an aggregator has to answer, or to come back."""
         self._redo = False
         """The session begins with the last operation, which this worker has done."""
         self._joined = False
@@ -79,7 +79,7 @@ class InNetwork:
 
     def join(self) -> None:
         """Wait for all workers of the job; AggregateError says what to do if they do not come together."""
-        self._join(time.monotonic() + self.timeout)
+        self._join(time.monotonic() + min(self.timeout, self.patience))
         self._thread = threading.Thread(target=self._work, name="gradwire-aggregator", daemon=True)
         self._thread.start()
 
@@ -156,7 +156,10 @@ class InNetwork:
             try:
                 operation = self._queue.get(timeout=LOOK_AROUND)
             except queue.Empty:
-                self._look_around()
+                try:
+                    self._look_around()
+                except Exception as error:
+                    self._failure = error
                 continue
             if operation is None:
                 return
@@ -178,21 +181,27 @@ class InNetwork:
         while True:
             if not self._joined:
                 self._join(min(deadline, time.monotonic() + self.patience))
-            outcome = "done"
-            if self._redo and self._last is not None:
-                spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)
-                outcome = self._client.run(self._last.either, self._last.add, *spare, self.timeout, SILENCE)
-            if outcome == "done":
-                self._redo = False
-                outcome = self._client.run(operation.either, operation.add, *results, self.timeout, SILENCE)
-            if outcome == "done":
+            if self._catch_up() and self._through(operation, results):
                 return results
-            if outcome in ("late", "stopped") or self._client.who_left() != packets.NOBODY:
-                raise AggregateError(self._why(outcome))
-            self._joined = False
             age = self._client.result_age()
             if age >= 0:
                 deadline = time.monotonic() - age + self.timeout
+
+    def _catch_up(self) -> bool:
+        """Do the last operation again, for workers that had not finished it when the session ended."""
+        if not self._redo or self._last is None:
+            return True
+        spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)
+        self._redo = not self._through(self._last, spare)
+        return not self._redo
+
+    def _through(self, operation: Operation, results: tuple[Tensor, Tensor]) -> bool:
+        """False if the session is over; AggregateError where joining again would not help."""
+        outcome = self._client.run(operation.either, operation.add, *results, self.timeout, SILENCE)
+        if outcome in ("late", "stopped") or (outcome != "done" and self._client.who_left() != packets.NOBODY):
+            raise AggregateError(self._why(outcome))
+        self._joined = outcome == "done"
+        return self._joined
 
     def _why(self, outcome: str) -> str:
         if outcome == "stopped":
@@ -213,10 +222,8 @@ class InNetwork:
         if not self._joined or self._failure is not None:
             return
         if self._client.glance() == "gone" and self._client.who_left() == packets.NOBODY:
-            try:
-                self._join(time.monotonic() + self.timeout)
-            except AggregateError as error:
-                self._failure = error
+            self._join(time.monotonic() + self.timeout)
+            self._catch_up()
         else:
             self._client.ask()
 

@@ -13,6 +13,7 @@ from .word_sums import WordSums
 
 JOB = 16  # bytes that tell a job from all others
 REASON = 400  # bytes of one
+PATIENCE = 5.0  # seconds that an aggregator has to answer, where training can go on without it
 
 
 def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | None) -> WordSums | None:
@@ -23,6 +24,8 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
     client = None
     try:
         client = InNetwork(address, link.rank, link.world, job, seconds)
+        if falls_back:
+            client.patience = PATIENCE
         client.join()
     except (AggregateError, SpecError) as error:
         reason = error

@@ -27,18 +27,27 @@ class _LinkOptions(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL("libbpf.so.1", use_errno=True)
+        loaded = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError:
         raise GradwireError(
             "the XDP engine needs libbpf 1.0 or later (libbpf.so.1): install it (Debian, Ubuntu: apt-get install "
             "libbpf1; Fedora: dnf install libbpf), or use --engine userspace"
         ) from None
     for name in ("bpf_object__open_file", "bpf_object__find_program_by_name"):
-        getattr(library, name).restype = ctypes.c_void_p
-    library.libbpf_set_print(_collect)
-    return library
+        getattr(loaded, name).restype = ctypes.c_void_p
+    loaded.libbpf_set_print(_collect)
+    return loaded
+
+
+def require_permission() -> None:
+    """Before anything is compiled: root or not, what counts is what the process may do."""
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    have = int(status["CapEff"], 16)
+    net_admin, sys_admin, perfmon, bpf = (have >> bit & 1 for bit in (12, 21, 38, 39))  # linux/capability.h
+    if not net_admin or not (sys_admin or (perfmon and bpf)):
+        raise GradwireError(NO_PERMISSION)
 
 
 _said: list[str] = []
@@ -56,8 +65,6 @@ def _collect(_level: int, form: bytes, arguments: int) -> int:
 def _checked(result: int, what: str) -> int:
     if result < 0:
         number = -result if result < -1 else ctypes.get_errno()
-        if number in (errno.EPERM, errno.EACCES) and os.geteuid() != 0:
-            raise GradwireError(f"cannot {what}: {NO_PERMISSION}")
         raise OSError(number, f"cannot {what}: {os.strerror(number)}")
     return result
 
@@ -69,15 +76,15 @@ class Map:
         self.descriptor = descriptor
 
     def set(self, key: int, value: bytes) -> None:
-        _checked(_library().bpf_map_update_elem(self.descriptor, _u32(key), value, ctypes.c_uint64(0)), "set an entry")
+        _checked(library().bpf_map_update_elem(self.descriptor, _u32(key), value, ctypes.c_uint64(0)), "set an entry")
 
     def get(self, key: int, size: int) -> bytes:
         value = ctypes.create_string_buffer(size)
-        _checked(_library().bpf_map_lookup_elem(self.descriptor, _u32(key), value), "read an entry")
+        _checked(library().bpf_map_lookup_elem(self.descriptor, _u32(key), value), "read an entry")
         return value.raw
 
     def remove(self, key: int) -> None:
-        _checked(_library().bpf_map_delete_elem(self.descriptor, _u32(key)), "remove an entry")
+        _checked(library().bpf_map_delete_elem(self.descriptor, _u32(key)), "remove an entry")
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -90,25 +97,24 @@ def _u32(key: int) -> bytes:
 def device_map(entries: int) -> Map:
     """Where packets can be sent on to: interface, and program to run on the way."""
     size, word = ctypes.c_uint32(4), ctypes.c_uint32(8)
-    made = _library().bpf_map_create(DEVMAP, b"workers", size, word, ctypes.c_uint32(entries), None)
+    made = library().bpf_map_create(DEVMAP, b"workers", size, word, ctypes.c_uint32(entries), None)
     return Map(_checked(made, "create a map of devices"))
 
 
 def cpus() -> int:
-    return _checked(_library().libbpf_num_possible_cpus(), "count processors")
+    return _checked(library().libbpf_num_possible_cpus(), "count processors")
 
 
 class Object:
     """A loaded object file: its programs and maps live until `close`, or until this process ends."""
 
     def __init__(self, path: Path):
-        library = _library()
-        self._object = ctypes.c_void_p(library.bpf_object__open_file(os.fsencode(path), None))
+        self._object = ctypes.c_void_p(library().bpf_object__open_file(os.fsencode(path), None))
         if not self._object:
             raise GradwireError(f"libbpf cannot read {path}; delete it, so that it is compiled again")
         _said.clear()
         try:
-            _checked(library.bpf_object__load(self._object), "load the XDP program")
+            _checked(library().bpf_object__load(self._object), "load the XDP program")
         except OSError as error:
             self.close()
             if error.errno == errno.EPERM:
@@ -119,14 +125,14 @@ class Object:
             ) from None
 
     def map(self, name: str) -> Map:
-        return Map(_checked(_library().bpf_object__find_map_fd_by_name(self._object, name.encode()), f"find {name}"))
+        return Map(_checked(library().bpf_object__find_map_fd_by_name(self._object, name.encode()), f"find {name}"))
 
     def program(self, name: str) -> int:
-        found = ctypes.c_void_p(_library().bpf_object__find_program_by_name(self._object, name.encode()))
-        return _checked(_library().bpf_program__fd(found), f"find {name}")
+        found = ctypes.c_void_p(library().bpf_object__find_program_by_name(self._object, name.encode()))
+        return _checked(library().bpf_program__fd(found), f"find {name}")
 
     def close(self) -> None:
-        _library().bpf_object__close(self._object)  # of nothing, does nothing
+        library().bpf_object__close(self._object)  # of nothing, does nothing
         self._object = ctypes.c_void_p()
 
 
@@ -134,7 +140,7 @@ def attach(program: int, interface: str, index: int, mode: int) -> int:
     """A link: the program stays at the interface until the descriptor is closed, or the process ends or is killed.
     OSError if the interface does not know this mode."""
     options = _LinkOptions(ctypes.sizeof(_LinkOptions), mode, 0)
-    link: int = _library().bpf_link_create(program, index, BPF_XDP, ctypes.byref(options))
+    link: int = library().bpf_link_create(program, index, BPF_XDP, ctypes.byref(options))
     try:
         return _checked(link, f"attach an XDP program to {interface}")
     except OSError as error:

@@ -131,8 +131,8 @@ class Registry:
         used = sum(other.session.slots for other in self.jobs.values() if other.session)
         room = self.limits.memory // BYTES_A_SLOT - used
         wanted = min(member.join.slots for member in members)
-        most = min(wanted, self.limits.slots, self.engine.most_slots)
-        slots = min(most, room)
+        most = min(wanted, self.limits.slots)
+        slots = min(most, room, self.engine.most_slots)
         if reason is None and slots < min(most, FEWEST_SLOTS):
             reason = "full: other jobs have all its memory"
         if reason is None and slots < 1:

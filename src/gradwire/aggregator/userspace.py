@@ -28,6 +28,8 @@ class Userspace:
         except (RuntimeError, ValueError) as error:
             raise GradwireError(f"cannot listen at {ip}:{port}: {error}") from None
         self.address: Address = self._native.address()
+        self.receive_buffer: int = self._native.receive_buffer()
+        """Bytes; packets that find it full are lost, and sent again."""
 
     def open(self, session: Session) -> None:
         self._native.open(session.number, session.key, list(session.addresses), session.slots)

@@ -37,6 +37,7 @@ class Xdp:
     def __init__(self, bind: Address, interfaces: Sequence[str]):
         if not interfaces:
             raise GradwireError("the XDP engine needs the interfaces that lead to the workers: --interface NAME, …")
+        libbpf.require_permission()
         self.interfaces = tuple(dict.fromkeys(interfaces))
         self._socket = _listen(bind)
         self.address: Address = self._socket.getsockname()
@@ -52,7 +53,8 @@ class Xdp:
             names = ("numbers", "sessions", "broadcasts", "counts")
             self._numbers, self._places, self._broadcasts, self._counts = map(self._object.map, names)
             self._object.map("listeners").set(0, LISTENER.pack(*_packed(self.address), 0))
-            self._links.attach(self._object.program("aggregate"), self.interfaces)
+            self.program = self._object.program("aggregate")
+            self._links.attach(self.program, self.interfaces)
         except BaseException:
             self.shut()
             raise

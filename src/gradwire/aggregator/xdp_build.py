@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -31,15 +32,27 @@ def object_file() -> Path:
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24] + ".o"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "xdp"
     made = folder / name
-    if not made.exists():
-        # The kernel will run it: nobody else may write there.
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            unfinished = Path(scratch) / name
-            ended = subprocess.run(
-                [clang, *FLAGS, "-c", str(SOURCE), "-o", str(unfinished)], check=False, capture_output=True, text=True
-            )
-            if ended.returncode:
-                raise GradwireError(f"{clang} cannot compile the XDP program; use --engine userspace:\n{ended.stderr}")
-            unfinished.rename(made)
+    try:
+        _compile(clang, made)
+    except OSError as error:
+        raise GradwireError(
+            f"cannot keep the compiled XDP program in {folder}: {error.strerror}; set XDG_CACHE_HOME to one of yours"
+        ) from None
     return made
+
+
+def _compile(clang: str, made: Path) -> None:
+    folder = made.parent
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others can write there, and the kernel would run what they wrote")
+    if made.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        unfinished = Path(scratch) / made.name
+        command = [clang, *FLAGS, "-c", str(SOURCE), "-o", str(unfinished)]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        if ended.returncode:
+            raise GradwireError(f"{clang} cannot compile the XDP program; use --engine userspace:\n{ended.stderr}")
+        unfinished.rename(made)

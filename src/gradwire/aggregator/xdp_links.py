@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import warnings
@@ -24,9 +25,20 @@ class Links:
         try:
             self._attach(program, indices, libbpf.NATIVE)
         except OSError as error:
-            # A packet goes on natively only if it came so: all, or none.
             self.close()
-            warnings.warn(f"{error.strerror} natively: using generic XDP, which is slower", stacklevel=3)
+            if error.errno == errno.ERANGE:
+                raise GradwireError(
+                    f"{error.strerror} (the MTU of its other end is too large for XDP): set both to 3000 or less, with "
+                    f"`ip link set NAME mtu 1500`, or {WITHOUT}"
+                ) from None
+            if error.errno != errno.EOPNOTSUPP:
+                raise GradwireError(f"{error.strerror}; {WITHOUT}") from None
+            # A packet goes on natively only if it came so: all, or none.
+            warnings.warn(
+                f"{error.strerror} natively: using generic XDP, which is slower. Workers on virtual wires must send "
+                "packets one by one then: `ethtool -K NAME tx-udp-segmentation off` there",
+                stacklevel=3,
+            )
             try:
                 self._attach(program, indices, libbpf.GENERIC)
             except OSError as again:

@@ -1,5 +1,5 @@
-// SipHash-2-4 (Aumasson and Bernstein 2012) of a message of data, whose length is always the same. Its four words of state,
-// a pointer and what is being rotated fit the ten registers there are; that is why it is as fast here as anywhere.
+// SipHash-2-4 (Aumasson and Bernstein 2012) of a message of data, whose length is always the same. State, block and
+// pointer fit the ten registers there are. BPF has no rotation; each takes two shifts and an or.
 #pragma once
 #include "xdp_maps.bpf.h"
 

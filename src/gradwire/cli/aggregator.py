@@ -32,6 +32,7 @@ SHOWN = {
     "refused": "workers refused",
 }
 LINE_EVERY = 10.0
+SMALL_BUFFER = 8 << 20
 
 
 def aggregator(
@@ -69,6 +70,11 @@ def aggregator(
     console.print(f"aggregator ({engine}) at {ip}:{port}", highlight=False)
     if fresh:
         console.print(f"on every worker: export {keys.VARIABLE}={key.hex()}", highlight=False, soft_wrap=True)
+    if getattr(made, "receive_buffer", SMALL_BUFFER) < SMALL_BUFFER:
+        console.print(
+            "its socket's buffer is small, so packets may be lost; for speed: sysctl -w net.core.rmem_max=33554432",
+            highlight=False,
+        )
     try:
         _serve(server, console)
         figures = _figures(server, engine)

@@ -112,7 +112,7 @@ def read_side(reader: Reader, header: Header) -> tuple[Plan, Grid]:
     seed = segments = log = probes = index_words = 0
     if INDEXES[index] != "dense":
         (seed,) = struct.unpack("<I", reader.take(4))
-        segments, log = reader.varint(2**31), reader.byte()
+        segments, log = reader.varint(MOST_CELLS), reader.byte()
         index_words = -(-words // (32 * LANES[lanes]))
     if INDEXES[index] == "bloom":
         index_words, probes = reader.varint(MOST_WORDS), reader.byte()

@@ -90,10 +90,6 @@ def sketch_words(
 def peel(
     bitmap: torch.Tensor, sketch: torch.Tensor, words: int, lanes: int, segments: int, segment_log: int, seed: int
 ) -> Peeled:
-    found, nonzero, missing, consistent = _native.peel(
-        _array(bitmap), _array(sketch), words, lanes, segments, segment_log, seed
-    )
-    positions, values = torch.empty(nonzero, dtype=torch.int64), torch.empty(nonzero, dtype=torch.int32)
-    left = torch.empty(missing, dtype=torch.int64)
-    _native.list_peeled(found, lanes, words, _array(positions), _array(values), _array(left))
+    *found, consistent = _native.peel(_array(bitmap), _array(sketch), words, lanes, segments, segment_log, seed)
+    positions, values, left = map(torch.from_numpy, found)
     return positions, values, left, consistent
