@@ -6,7 +6,8 @@ Workers and switch are network namespaces (benchmarks/star.py: Linux, root, ipro
 Every worker has a dense fp32 gradient that is zero outside its support, and ends with the dense mean of all of them;
 that it is the exact one, bit for bit, is checked each time. Throughput is the bytes of one dense gradient over the time
 until the last worker has the mean; the median of all rounds. The floor is the time that the busier direction of a cable
-takes for the bytes, with headers, that it was seen to carry. One torch thread a worker; all share this machine's cores.
+takes for the bytes, with headers, that it was seen to carry. One torch thread a worker; workers, switch and aggregator
+share this machine's cores, so the processor's time of a worker is shown, too.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Entry:
 
     def forget(self) -> None:
         self.seconds: list[float] = []
+        self.busy: list[float] = []  # seconds of the processor, of one worker
         self.carried = dict.fromkeys(CABLES, 0.0)  # bytes of a worker
         self.dropped = self.wrong = 0
 
@@ -62,6 +64,7 @@ class Entry:
         if not answers:
             return
         self.seconds += [max(ranks) for ranks in zip(*(a["seconds"] for a in answers), strict=True)]
+        self.busy += [statistics.fmean(ranks) for ranks in zip(*(a["busy"] for a in answers), strict=True)]
         self.wrong += sum(a["wrong"] for a in answers)
         after = star.carried()
         for cable in CABLES:
@@ -76,7 +79,13 @@ class Entry:
         sent = {cable: total / count for cable, total in self.carried.items()}
         floor = max(sent.values()) * 8 / rate
         row = {"gbytes_per_s": 4 * entries / median / 1e9, "ms": median * 1e3, "quartiles_ms": [low * 1e3, high * 1e3]}
-        row |= {"floor_ms": floor * 1e3, "rounds": count, "dropped_packets": self.dropped, "wrong_entries": self.wrong}
+        row |= {
+            "floor_ms": floor * 1e3,
+            "cpu_ms": statistics.median(self.busy) * 1e3,
+            "rounds": count,
+            "dropped_packets": self.dropped,
+            "wrong_entries": self.wrong,
+        }
         return row | {f"{cable}_bytes": amount for cable, amount in sent.items()}
 
 
