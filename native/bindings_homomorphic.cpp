@@ -45,7 +45,7 @@ nb::tuple fixed_all(Floats gradient, std::optional<Floats> memory, std::optional
     Stream s = make_stream(gradient, memory, memory_out);
     const FixedGrid g = grid_of(decay, step, most, bits, seed);
     const size_t fields = size_t(32 / bits), words = (s.count + fields - 1) / fields;
-    require(positions.size() > words && values.size() > words, "no room for the words");
+    require(positions.size() >= words + kSpare && values.size() >= words + kSpare, "no room for the words");
     FixedResult result;
     {
         nb::gil_scoped_release release;

@@ -16,6 +16,7 @@ namespace gradwire {
 
 constexpr uint32_t kGolden = 0x9e3779b9u, kOther = 0x85ebca6bu;
 constexpr int kHashes = 4;
+constexpr size_t kSpare = 16;  // vector stores reach beyond what they have found
 constexpr size_t kHashBlock = 1024;  // blocks that are hashed at a time
 constexpr size_t kMostWords = size_t(1) << 31;
 
@@ -51,7 +52,7 @@ struct HomomorphicKernels {
     void (*cells)(const SketchShape& shape, const uint32_t* blocks, size_t n, Cells& out);  // n <= kHashBlock
     void (*bloom_query)(const uint32_t* index, uint32_t index_words, int probes, uint32_t seed, size_t groups,
                         uint32_t* bitmap);
-    // Positions and values have room for all words.
+    // Positions and values have room for all words, and kSpare more.
     void (*quantize)(const FixedGrid& g, const Stream& s, int64_t* positions, int32_t* values, FixedResult& result);
 };
 
@@ -73,11 +74,7 @@ void sketch_words(const SketchShape& shape, const int64_t* positions, const int3
 void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,
                double factor);
 
-// Where a block, in the order of first segments, adds its words; and a cell on its way to be empty: how many blocks it
-// has (the high 32 bits), and the XOR of their numbers (the low ones).
-struct Adds {
-    uint32_t cell[kHashes];
-};
+// A cell on its way to be empty: how many blocks it has (the high 32 bits), and the XOR of their numbers (the low ones).
 using Held = uint64_t;
 
 // What comes of peeling, and the room it takes, which a thread keeps: fresh pages cost as much as the work itself.
@@ -88,8 +85,9 @@ struct Peeled {
     size_t nonzero, left;          // words
     bool consistent;
 
-    std::vector<uint32_t> start, place, number, sorted, sums, queue;
-    std::vector<Adds> adds;
+    std::vector<uint32_t> before;        // blocks before each word of the bitmap
+    std::vector<uint32_t> found, words;  // blocks in the order in which they were recovered, and their words
+    std::vector<uint32_t> sums, queue;
     std::vector<Held> held;
 
     void trim();  // gives back what is beyond some size

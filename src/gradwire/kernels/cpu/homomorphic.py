@@ -25,8 +25,8 @@ def quantize_all(
 ) -> Quantized:  # fmt: skip
     if not _native_can(gradient):
         return reference.quantize_all(gradient, memory, memory_out, decay, step, most, bits, seed)
-    # Room for all; memory that is not written to costs nothing.
-    room = -(-gradient.numel() * bits // 32) + 1
+    # Room for all, and for stores of whole vectors; memory that is not written to costs nothing.
+    room = -(-gradient.numel() * bits // 32) + 16
     positions, values = torch.empty(room, dtype=torch.int64), torch.empty(room, dtype=torch.int32)
     count, largest_g, largest_u, squares = _native.fixed_all(
         _array(gradient), _array(memory), _array(memory_out), decay, step, most, bits, _seed(seed), _array(positions),
