@@ -44,8 +44,8 @@ def cells(table: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]
     return [
         name, f"{row['gbytes_per_s']:.3f}", times_dense(table, name), f"{row['ms']:.1f}", f"{low:.1f}–{high:.1f}",
         f"{row['floor_ms']:.1f}", f"{row['ms'] / row['floor_ms']:.2f}", f"{row['cpu_ms']:.1f}",
-        f"{row['upload_bytes'] / 1e6:.2f}", f"{row['download_bytes'] / 1e6:.2f}", "" if least is None else f"{least / 1e6:.2f}",
-        "yes" if not row["wrong_entries"] else f"NO: {row['wrong_entries']} entries",
+        f"{row['upload_bytes'] / 1e6:.2f}", f"{row['download_bytes'] / 1e6:.2f}",
+        "" if least is None else f"{least / 1e6:.2f}", "yes" if not row["wrong_entries"] else f"NO: {row['wrong_entries']} entries",
     ]  # fmt: skip
 
 
@@ -106,8 +106,8 @@ def markdown(result: dict[str, Any], command: str) -> str:
     lines.append(f"{line(result['link_check_mbit'], result['rate'])}.\n")
     lines.append(
         "GB/s of dense gradient summed, median of all rounds. The floor is what the cable takes for the bytes with "
-        "headers that it carried; CPU is the processor's time of one worker; MB are of one worker, up and down, and for "
-        "plain contestants by arithmetic, too.\n"
+        "headers that it carried; CPU is the processor's time of one worker; MB are of one worker, up and down, and "
+        "for plain contestants by arithmetic, too.\n"
     )
     for table in result["tables"]:
         lines += [f"\n### {title(table)}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
