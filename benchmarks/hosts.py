@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 NAME = re.compile(r"gradwire-(\d+)-\w+")
 CLONE_NEWNET = 0x40000000
@@ -109,11 +109,16 @@ class Hosts:
                 burst = str(max(16_000, bits_per_second(rate) // 8 // 1000))
                 run(*tc, "replace", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
 
-    def enter(self, rank: int) -> None:
+    def enter(self, rank: int | str) -> None:
         """This process becomes a program of that host; before it starts any thread."""
         with open(f"/run/netns/{self._name(rank)}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
+            set_namespace(namespace)
+
+
+def set_namespace(namespace: IO[str]) -> None:
+    """Of this thread."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
 def bits_per_second(rate: str) -> int:
