@@ -50,7 +50,8 @@ def test_the_program_with_real_workers(hosts, tmp_path):
     command = [sys.executable, "-m", "gradwire.cli", "aggregator", "--engine", "xdp", "--json", str(report)]
     command += ["--bind", f"{hosts.address}:9999", *(part for port in hosts.ports for part in ("--interface", port))]
     with hosts.inside(SWITCH):
-        program = subprocess.Popen(command, env={**os.environ, "GRADWIRE_KEY": KEY.hex()})
+        environment = {**os.environ, "GRADWIRE_KEY": KEY.hex()}
+        program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     given = [[some_words(10 * operation + worker, 700, 30_000) for worker in range(HOSTS)] for operation in range(5)]
 
     def work(worker: int) -> list[bool]:
@@ -62,11 +63,14 @@ def test_the_program_with_real_workers(hosts, tmp_path):
         finally:
             client.close()
 
-    try:
-        assert at_once(HOSTS, work) == [[True] * 5] * HOSTS
-    finally:
-        program.terminate()
-        assert program.wait(10) == 0
+    with program:
+        try:
+            assert f"(xdp) at {hosts.address}:9999" in program.stdout.readline()
+            assert at_once(HOSTS, work) == [[True] * 5] * HOSTS
+        finally:
+            program.terminate()
+        program.communicate()
+    assert program.returncode == 0
     figures = json.loads(report.read_text())
     assert figures["engine"] == "xdp"
     assert figures["results"] == 5 * (3 + 90)  # packets of 336 words
