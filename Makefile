@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard native/*) CMakeLists.txt
 
-.PHONY: demo test nightly lint bench bench-link bench-volume fuzz sanitize clean
+.PHONY: demo test nightly lint bench bench-link bench-volume trials fuzz sanitize clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
@@ -32,6 +32,10 @@ bench-link: $(VENV)/.built ## training step on links of 100 Mbit/s to 10 Gbit/s:
 
 bench-volume: $(VENV)/.built ## bytes of a rank at 2 to 16 ranks, at its interface (Linux, root, iproute2)
 	$(BIN)/python benchmarks/volume.py
+
+trials: $(VENV)/.test      ## the aggregator on a bad network, and beside a flood of garbage: five minutes
+	$(BIN)/python tests/aggregator_trials.py --rounds 10000 --loss 0.01 --duplicate 0.01 --reorder 0.01
+	$(BIN)/python tests/aggregator_trials.py --flood 60
 
 fuzz: $(VENV)/.test        ## a million damaged frames
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0
