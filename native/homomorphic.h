@@ -89,6 +89,7 @@ struct Peeled {
     std::vector<uint32_t> found, words;  // blocks in the order in which they were recovered, and their words
     std::vector<uint32_t> sums, queue;
     std::vector<Held> held;
+    std::vector<uint32_t> start, place, sorted;  // blocks in the order of their first segments, where they are many
 
     void trim();  // gives back what is beyond some size
 };
