@@ -16,12 +16,6 @@ constexpr Held kOne = Held(1) << 32;
 constexpr size_t kKept = size_t(1) << 24;  // words of scratch, beyond which it is given back
 constexpr size_t kMany = size_t(1) << 20;
 
-inline uint32_t ones(uint32_t x) {  // not all machines have an instruction for it
-    x -= (x >> 1) & 0x55555555u;
-    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
-    return (((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u) >> 24;
-}
-
 void list_blocks(const uint32_t* bitmap, size_t count, Peeled& p) {
     constexpr size_t kGroups = 256;
     const size_t groups = (count + 31) / 32;
