@@ -26,6 +26,7 @@ bench: $(VENV)/.test       ## speed on one core, beside copy, zstd, constriction
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/sparse.py
 	$(BIN)/python benchmarks/quantizers.py
+	$(BIN)/python benchmarks/homomorphic.py
 
 bench-link: $(VENV)/.built ## training step on links of 100 Mbit/s to 10 Gbit/s: ten minutes (Linux, root, iproute2)
 	$(BIN)/python benchmarks/link.py

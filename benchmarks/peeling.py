@@ -3,7 +3,8 @@
     python benchmarks/peeling.py [--cases 20000] [--seed 0]
 
 Cases are spread evenly over the logarithm of the number of blocks; those of more than 30,000 blocks are fewer, since
-one of them takes as long as thousands of others. Every failure is repaired here with another seed, as a frame's encoder does.
+one of them takes as long as thousands of others. Every failure is repaired here with another seed, as a frame's
+encoder does.
 """
 
 from __future__ import annotations

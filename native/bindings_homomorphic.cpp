@@ -107,6 +107,10 @@ void bind_homomorphic(nb::module_& m) {
         nb::gil_scoped_release release;
         return are_ascending(positions.data(), positions.size(), limit);
     });
+    m.def("count_bits", [](Words words) {
+        nb::gil_scoped_release release;
+        return count_bits(bits(words), words.size());
+    });
     m.def("count_blocks", [](Ints positions, int lanes) {
         const int log = log_of(lanes);
         nb::gil_scoped_release release;

@@ -26,6 +26,12 @@ bool are_ascending(const int64_t* positions, size_t n, int64_t limit) {
     return good;
 }
 
+size_t count_bits(const uint32_t* words, size_t n) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++) count += ones(words[i]);
+    return count;
+}
+
 size_t count_blocks(const int64_t* positions, size_t n, int lanes_log) {
     size_t count = n ? 1 : 0;
     for (size_t i = 1; i < n; i++) count += (positions[i] >> lanes_log) != (positions[i - 1] >> lanes_log);

@@ -15,6 +15,12 @@
 namespace gradwire {
 
 constexpr uint32_t kGolden = 0x9e3779b9u, kOther = 0x85ebca6bu;
+inline uint32_t ones(uint32_t x) {  // not all machines have an instruction for it
+    x -= (x >> 1) & 0x55555555u;
+    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
+    return (((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u) >> 24;
+}
+
 constexpr int kHashes = 4;
 constexpr size_t kSpare = 16;  // vector stores reach beyond what they have found
 constexpr size_t kHashBlock = 1024;  // blocks that are hashed at a time
@@ -63,6 +69,7 @@ extern const HomomorphicKernels avx2_homomorphic, avx512_homomorphic;
 const HomomorphicKernels& homomorphic_kernels();  // the ones in use
 
 bool are_ascending(const int64_t* positions, size_t n, int64_t limit);
+size_t count_bits(const uint32_t* words, size_t n);
 size_t count_blocks(const int64_t* positions, size_t n, int lanes_log);
 // The bitmap is zero before.
 void index_bitmap(const int64_t* positions, size_t n, int lanes_log, uint32_t* bitmap);
@@ -89,6 +96,7 @@ struct Peeled {
     std::vector<uint32_t> found, words;  // blocks in the order in which they were recovered, and their words
     std::vector<uint32_t> sums, queue;
     std::vector<Held> held;
+    std::vector<uint32_t> start, place, sorted;  // blocks in the order of their first segments, where they are many
 
     void trim();  // gives back what is beyond some size
 };

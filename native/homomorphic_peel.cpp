@@ -13,13 +13,8 @@ namespace {
 
 constexpr size_t kBatch = 64;
 constexpr Held kOne = Held(1) << 32;
-constexpr size_t kKept = size_t(1) << 26;  // bytes of scratch, some
-
-inline uint32_t ones(uint32_t x) {  // not all machines have an instruction for it
-    x -= (x >> 1) & 0x55555555u;
-    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
-    return (((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u) >> 24;
-}
+constexpr size_t kKept = size_t(1) << 24;  // words of scratch, beyond which it is given back
+constexpr size_t kMany = size_t(1) << 20;
 
 void list_blocks(const uint32_t* bitmap, size_t count, Peeled& p) {
     constexpr size_t kGroups = 256;
@@ -38,17 +33,42 @@ void list_blocks(const uint32_t* bitmap, size_t count, Peeled& p) {
     p.blocks.resize(n);
 }
 
+// From some number on, cells that are touched one after the other had better lie in a few segments, which caches hold.
+void sort_blocks(const SketchShape& shape, Peeled& p) {
+    const size_t n = p.blocks.size();
+    const auto hash = homomorphic_kernels().cells;
+    Cells cells;
+    p.start.resize(n);
+    p.sorted.resize(n);
+    p.place.assign(size_t(shape.segments) + 1, 0);
+    for (size_t i = 0; i < n; i += kHashBlock) {
+        const size_t m = std::min(n - i, kHashBlock);
+        hash(shape, p.blocks.data() + i, m, cells);
+        for (size_t j = 0; j < m; j++) {
+            p.start[i + j] = cells.of[0][j] >> shape.log;
+            p.place[p.start[i + j] + 1]++;
+        }
+    }
+    for (uint32_t s = 0; s < shape.segments; s++) p.place[s + 1] += p.place[s];
+    for (size_t i = 0; i < n; i++) p.sorted[p.place[p.start[i]]++] = p.blocks[i];
+}
+
 void fill_cells(const SketchShape& shape, Peeled& p) {
     const size_t n = p.blocks.size();
     const auto hash = homomorphic_kernels().cells;
     Cells cells;
     p.held.assign(shape.cells(), 0);
     Held* const held = p.held.data();
+    const uint32_t* blocks = p.blocks.data();
+    if (n >= kMany) {
+        sort_blocks(shape, p);
+        blocks = p.sorted.data();
+    }
     for (size_t i = 0; i < n; i += kHashBlock) {
         const size_t m = std::min(n - i, kHashBlock);
-        hash(shape, p.blocks.data() + i, m, cells);
+        hash(shape, blocks + i, m, cells);
         for (size_t j = 0; j < m; j++)
-            for (int k = 0; k < kHashes; k++) held[cells.of[k][j]] = (held[cells.of[k][j]] + kOne) ^ p.blocks[i + j];
+            for (int k = 0; k < kHashes; k++) held[cells.of[k][j]] = (held[cells.of[k][j]] + kOne) ^ blocks[i + j];
     }
 }
 
@@ -133,7 +153,7 @@ Peeled& peel_scratch() {
 }
 
 void Peeled::trim() {
-    if (4 * (blocks.capacity() + 2 * values.capacity() + sums.capacity()) + 8 * held.capacity() > kKept) {
+    if (blocks.capacity() + 2 * values.capacity() + sums.capacity() + 2 * held.capacity() > kKept) {
         const bool was = consistent;
         *this = Peeled();
         consistent = was;

@@ -47,9 +47,15 @@ def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
     if plan.index == "dense":
         positions = torch.nonzero(sketch).flatten()
         return Decoded(positions, sketch[positions], torch.empty(0, dtype=torch.int64))
-    if plan.index == "bloom":
-        index = kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
+    index = candidates(plan, index)
     return Decoded(*kernels.peel(index, sketch, plan.words, plan.lanes, plan.segments, plan.segment_log, plan.seed))
+
+
+def candidates(plan: Plan, index: torch.Tensor) -> torch.Tensor:
+    """The bitmap of all blocks that the index says may be there."""
+    if plan.index == "bloom":
+        return kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
+    return index
 
 
 def blocks(positions: torch.Tensor, words: int) -> dict[int, int]:

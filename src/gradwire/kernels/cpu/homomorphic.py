@@ -10,8 +10,8 @@ from ..reference.homomorphic import Peeled, Quantized
 from .dense import _array, _native_can, _seed
 
 __all__ = [
-    "are_ascending", "bloom_build", "bloom_query", "count_blocks", "index_bitmap", "peel", "put_words", "quantize_all",
-    "quantize_values", "sketch_words",
+    "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel", "put_words",
+    "quantize_all", "quantize_values", "sketch_words",
 ]  # fmt: skip
 
 
@@ -59,6 +59,10 @@ def are_ascending(positions: torch.Tensor, limit: int) -> bool:
 
 def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(_native.count_blocks(_array(positions), n) for n in lanes)
+
+
+def count_bits(bitmap: torch.Tensor) -> int:
+    return _native.count_bits(_array(bitmap))
 
 
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:

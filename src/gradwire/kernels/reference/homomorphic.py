@@ -11,8 +11,8 @@ import torch
 from .dense import compensate, mix, uniform
 
 __all__ = [
-    "are_ascending", "bloom_build", "bloom_query", "count_blocks", "index_bitmap", "peel", "put_words", "quantize_all",
-    "quantize_values", "sketch_words",
+    "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel", "put_words",
+    "quantize_all", "quantize_values", "sketch_words",
 ]  # fmt: skip
 
 MASK = 0xFFFFFFFF
@@ -107,6 +107,10 @@ def are_ascending(positions: torch.Tensor, limit: int) -> bool:
 def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, ...]:
     """How many blocks hold one of these ascending positions, for each number of lanes."""
     return tuple(len(torch.unique_consecutive(positions // n)) for n in lanes)
+
+
+def count_bits(bitmap: torch.Tensor) -> int:
+    return sum(int(np.unpackbits(part.numpy().view(np.uint8)).sum()) for part in bitmap.split(1 << 16))
 
 
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:
