@@ -16,6 +16,8 @@ constexpr size_t kMostControl = 256;   // packets handed on by one poll
 constexpr size_t kMostStrangers = 4;   // … of those that belong to no session
 constexpr size_t kMostControlBytes = 256;
 
+bool is_for_control_plane(uint8_t kind) { return kind == kHello || kind == kJoin || kind == kLeave || kind == kAsk; }
+
 Bank* make_banks(uint32_t slots) {
     void* memory = std::aligned_alloc(64, 2 * size_t(slots) * sizeof(Bank));
     if (!memory) throw std::bad_alloc();
@@ -95,7 +97,7 @@ void Aggregator::consider(const uint8_t* packet, size_t bytes, const sockaddr_in
     Header header = read_header(packet);
     if (!header.is_ours() || !header.reserved_is_zero()) return void(counters_.malformed++);
     if (header.kind() != kData) {
-        if (bytes > kMostControlBytes) return void(counters_.malformed++);
+        if (bytes > kMostControlBytes || !is_for_control_plane(header.kind())) return void(counters_.malformed++);
         if (control_.size() >= kMostControl) return void(counters_.dropped++);
         counters_.control++;
         control_.emplace_back(std::string(reinterpret_cast<const char*>(packet), bytes), from);

@@ -3,18 +3,13 @@
 #ifdef __linux__
 
 #include <algorithm>
-#include <cmath>
 
 namespace gradwire {
 namespace {
 
 constexpr int kReceiveBuffer = 16 << 20;
 constexpr int kSendBuffer = 1 << 20;  // small: a link that is full makes us wait, and queues on the way stay short
-constexpr double kShortest = 0.005, kLongest = 0.25, kFirst = 0.01;  // seconds until a packet is sent again
-constexpr uint64_t kReordering = 32;   // results of packets sent so much later: this one is lost
 constexpr double kBufferOfPacket = 2816;  // bytes of a receive buffer that one takes, about
-constexpr double kSmallestWindow = 32, kFirstWindow = 128;
-constexpr size_t kLongestBurst = 256;
 constexpr double kAskEvery = 0.25;
 constexpr double kFarewell = 2;  // seconds in which results of a worker that has left may still be got
 
@@ -46,8 +41,7 @@ void AggregatorClient::begin(uint32_t session, const SipKey& key, uint16_t worke
     session_ = session, key_ = key, worker_ = worker, slots_ = slots;
     flights_.assign(slots, {});
     first_ = base_ = next_ = end_ = order_ = latest_ = 0;
-    most_ = std::max(1.0, std::min(double(slots), double(socket_.receive_buffer()) / kBufferOfPacket));
-    window_ = std::min(kFirstWindow, most_), threshold_ = most_, reduced_ = 0, rtt_ = deviation_ = 0;
+    pace_.begin_session(std::min(double(slots), double(socket_.receive_buffer()) / kBufferOfPacket));
     gone_ = false, left_ = kNobody, unanswered_ = 0;
     told_.clear();
 }
@@ -171,12 +165,10 @@ void AggregatorClient::settle(const OperationWords& w, double now) {
     candidates_.clear();
     if (!taken) return;
     if (!first_result_) first_result_ = now;
-    if (nearest) measure(nearest);
-    for (size_t i = 0; i < taken; i++) window_ += window_ < threshold_ ? 1 : 8 / window_;
-    window_ = std::min(window_, most_);
-    results_ += taken;
+    if (nearest) pace_.measured(nearest);
+    pace_.got_results(taken);
     progress_ = timer_ = valid_ = now;
-    doublings_ = unanswered_ = 0;
+    unanswered_ = 0;
     while (base_ < next_ && flight(base_).arrived) base_++;
 }
 
@@ -196,46 +188,23 @@ void AggregatorClient::control(const uint8_t* packet, size_t bytes, uint8_t kind
     }
 }
 
-void AggregatorClient::measure(double rtt) {
-    if (!rtt_) rtt_ = rtt, deviation_ = rtt / 2;
-    deviation_ += (std::fabs(rtt - rtt_) - deviation_) / 4;
-    rtt_ += (rtt - rtt_) / 8;
-}
-
-double AggregatorClient::patience() const {
-    double once = rtt_ ? std::max(kShortest, rtt_ + 4 * deviation_) : kFirst;
-    return std::min(kLongest, std::ldexp(once, doublings_));
-}
-
 // Packets whose results are missing while those of packets sent later have come.
 void AggregatorClient::repair_gaps(const OperationWords& w, double now) {
-    if (base_ >= next_ || flight(base_).order + kReordering > latest_) return;
+    if (base_ >= next_ || flight(base_).order + Pace::kReordering > latest_) return;
     for (uint64_t n = base_; n < next_; n++) {
         const Flight& f = flight(n);
-        if (!f.arrived && f.order + kReordering <= latest_) again_.push_back(n);
+        if (!f.arrived && f.order + Pace::kReordering <= latest_) again_.push_back(n);
     }
     if (again_.empty()) return;
-    if (now - reduced_ > std::max(rtt_, 0.001)) {  // once for all losses of a round trip
-        window_ = threshold_ = std::min(most_, std::max(kSmallestWindow, window_ * 0.7));
-        reduced_ = now;
-    }
+    pace_.lost_some(now);
     send_again(again_, w);
     timer_ = now;
 }
 
-// No result for a while. A worker may be late, so if none has come since the last time it is one packet that is sent
-// again; while results come, losses are likely, and more are sent.
 void AggregatorClient::on_silence(const OperationWords& w, double now) {
-    if (results_) {
-        burst_ = std::min(kLongestBurst, std::max<size_t>(8, 4 * burst_));
-        doublings_ = 0;
-    } else {
-        burst_ = 1;
-        doublings_ = std::min(doublings_ + 1, 16);
-    }
-    results_ = 0;
     timer_ = now;
-    for (uint64_t n = base_; n < next_ && again_.size() < burst_; n++)
+    size_t most = pace_.send_after_silence();
+    for (uint64_t n = base_; n < next_ && again_.size() < most; n++)
         if (!flight(n).arrived) again_.push_back(n);
     send_again(again_, w);
 }
@@ -273,7 +242,8 @@ Outcome AggregatorClient::run(const OperationWords& w, double timeout, double si
     first_ = base_ = next_ = end_;
     end_ = first_ + w.packets();
     first_result_ = 0, progress_ = timer_ = valid_ = asked_ = now;
-    results_ = 0, burst_ = 1, doublings_ = unanswered_ = 0;
+    pace_.begin_operation();
+    unanswered_ = 0;
     candidates_.clear();
     while (base_ < end_) {
         if (gone_ && (left_ == kNobody || now - progress_ > kFarewell)) return Outcome::gone;
@@ -285,10 +255,10 @@ Outcome AggregatorClient::run(const OperationWords& w, double timeout, double si
         now = seconds_now();
         repair_gaps(w, now);
         if (base_ == end_) break;
-        if (now - timer_ >= patience()) on_silence(w, now);
+        if (now - timer_ >= pace_.patience()) on_silence(w, now);
         if (now - progress_ > kAskEvery && now - asked_ > kAskEvery) ask(), asked_ = now;
         if (next_ < limit() && !full_) continue;
-        socket_.wait(timer_ + patience() - now, full_);
+        socket_.wait(timer_ + pace_.patience() - now, full_);
         now = seconds_now();
     }
     return Outcome::done;

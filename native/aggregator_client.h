@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "datagrams.h"
+#include "pace.h"
 #include "packets.h"
 
 namespace gradwire {
@@ -70,8 +71,6 @@ class AggregatorClient {
     void control(const uint8_t* packet, size_t bytes, uint8_t kind);
     void repair_gaps(const OperationWords& words, double now);
     void on_silence(const OperationWords& words, double now);
-    double patience() const;
-    void measure(double rtt);
     void send_short(uint8_t kind);
 
     Datagrams socket_;
@@ -87,12 +86,10 @@ class AggregatorClient {
     uint64_t first_ = 0, base_ = 0, next_ = 0, end_ = 0;  // base_: the first without a result; next_: the first not sent
     std::vector<Flight> flights_;
     uint64_t order_ = 0, latest_ = 0;  // the order of the last packet sent; of the latest whose result came
-    double most_ = 1, window_ = 0, threshold_ = 0, reduced_ = 0;  // packets under way: at most, now, …
-    uint64_t limit() const { return std::min(end_, base_ + uint64_t(window_)); }
-    double rtt_ = 0, deviation_ = 0;
+    uint64_t limit() const { return std::min(end_, base_ + pace_.window()); }
+    Pace pace_;
     double first_result_ = 0, progress_ = 0, timer_ = 0, valid_ = 0, asked_ = 0;
-    size_t results_ = 0, burst_ = 1;  // since the timer last ran out; packets that it sends again
-    int doublings_ = 0, unanswered_ = 0;
+    int unanswered_ = 0;
 
     struct Candidate {
         uint64_t packet;

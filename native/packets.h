@@ -17,7 +17,7 @@ constexpr uint16_t kNobody = 65535;
 constexpr int kMostWorkers = 64;
 static_assert(kPacketBytes == 1376, "what docs/aggregator.md says");
 
-enum Kind : uint8_t { kHello = 1, kData = 7, kResult = 8, kLeave = 9, kGone = 10, kAsk = 11, kTell = 12 };
+enum Kind : uint8_t { kHello = 1, kJoin = 3, kData = 7, kResult = 8, kLeave = 9, kGone = 10, kAsk = 11, kTell = 12 };
 enum Adding : uint8_t { kAdd = 0, kOr = 1 };
 
 // Loads and stores are of the machine's order: this is for little-endian machines (checked where it is compiled).

@@ -61,7 +61,7 @@ def flood(address: str, seconds: float, sent: multiprocessing.SimpleQueue) -> No
     now = int(time.time())
     for kind in Kind:
         payload = os.urandom(4 * WORDS if kind in (Kind.DATA, Kind.RESULT) else 64)
-        near = range(now - 30, now + 10)  # numbers of sessions are no secret
+        near = range(now - 100, now + 10)  # numbers of sessions are no secret
         garbage += [
             Packet(kind, session, 0, session % 8, session % 3, 0, payload).pack(os.urandom(16)) for session in near
         ]

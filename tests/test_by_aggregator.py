@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -18,37 +16,42 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError, SpecError
+from gradwire.aggregator.serve import Server
+from gradwire.aggregator.userspace import Userspace
 from ranks import Net, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
 
 WORLD = 3
 KEY = "00112233445566778899aabbccddeeff"
-pytest.importorskip("gradwire._native", reason="an aggregator needs the native module")
+
+
+def serve(address: str) -> None:
+    ip, port = address.split(":")
+    Server(Userspace((ip, int(port))), bytes.fromhex(KEY)).serve(lambda: True)
 
 
 class Aggregator:
-    """A program of its own, on rank 0's behalf, at a port that all ranks know."""
+    """A process of rank 0's, at a port that all ranks know."""
 
     def __init__(self, rank: int):
         chosen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         chosen.bind(("127.0.0.1", 0))
         self.rank, self.address = rank, f"127.0.0.1:{gathered(chosen.getsockname()[1])[0]}"
         chosen.close()
-        self.process: subprocess.Popen | None = None
+        self.process: multiprocessing.process.BaseProcess | None = None
         self.start()
 
     def start(self) -> None:
         if self.rank == 0:
-            command = [sys.executable, "-m", "gradwire.cli", "aggregator", "--bind", self.address]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            assert self.process.stdout is not None
-            line = self.process.stdout.readline()
-            assert self.address in line, line
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["gradwire.aggregator.userspace"])
+            self.process = context.Process(target=serve, args=(self.address,), daemon=True)
+            self.process.start()
         dist.barrier()
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.join()
 
     def __enter__(self) -> Aggregator:
         return self
@@ -184,7 +187,6 @@ SCENARIOS = [
 
 def work(rank: int, folder: Path) -> dict[str, str]:
     os.environ["GRADWIRE_KEY"] = KEY
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     return run_scenarios(SCENARIOS, rank, folder, seconds=60, world=WORLD)
 
 

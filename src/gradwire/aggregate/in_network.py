@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -60,7 +59,7 @@ class InNetwork:
             raise SpecError("key and job have 16 bytes each")
         if not 0 <= worker < world:
             raise SpecError(f"worker {worker} of {world}: they count from 0")
-        ip, port = _resolve(address)
+        ip, port = joining.resolve(address)
         self.operations = 0
         """Done; those without words are not counted."""
         self.timeout = timeout
@@ -226,13 +225,3 @@ class InNetwork:
             self._catch_up()
         else:
             self._client.ask()
-
-
-def _resolve(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SpecError(f"aggregator {address!r}: it is HOST:PORT, such as 10.0.0.1:9999")
-    try:
-        return socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_DGRAM)[0][4][:2]  # type: ignore[return-value]
-    except OSError as error:
-        raise SpecError(f"aggregator {address!r}: {error.strerror or error}") from None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..aggregator import packets
 from ..aggregator.packets import Accept, Join, Kind, Packet
-from ..errors import AggregateError
+from ..errors import AggregateError, SpecError
 
 if TYPE_CHECKING:
     from .._native import AggregatorClient
@@ -29,6 +30,16 @@ class Membership:
     job: bytes
     worker: int
     world: int
+
+
+def resolve(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SpecError(f"aggregator {address!r}: it is HOST:PORT, such as 10.0.0.1:9999")
+    try:
+        return socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_DGRAM)[0][4][:2]  # type: ignore[return-value]
+    except OSError as error:
+        raise SpecError(f"aggregator {address!r}: {error.strerror or error}") from None
 
 
 def join(client: AggregatorClient, who: Membership, operations: int, deadline: float) -> Accept:

@@ -23,6 +23,7 @@ COOKIE_SECONDS = 5.0
 """A cookie is valid for this long at least, and twice as long at most."""
 GONE_EVERY = 0.01
 
+_SHARED_KEY = (bytes([Kind.HELLO]), bytes([Kind.JOIN]))
 Replies = list[tuple[bytes, Address]]
 
 
@@ -41,12 +42,15 @@ class Registry:
 
     def handle(self, datagram: bytes, address: Address) -> Replies:
         """What to answer to a packet that the engine has not served."""
+        if datagram[3:4] in _SHARED_KEY and not packets.is_coded(datagram, self.key):
+            self.forged += 1
+            return []
         try:
             packet = packets.unpack(datagram)
             match packet.kind:
-                case Kind.HELLO if self._verified(packet):
+                case Kind.HELLO:
                     return self._hello(packet, address)
-                case Kind.JOIN if self._verified(packet):
+                case Kind.JOIN:
                     return self._join(Join.unpack(packet.payload), packet.worker, address)
                 case Kind.ASK | Kind.LEAVE:
                     return self._of_session(packet, address)
@@ -76,11 +80,6 @@ class Registry:
         period = int(self.clock() / COOKIE_SECONDS) - ago
         text = f"{address[0]} {address[1]} {period} ".encode()
         return packets.code(self._secret, text + nonce).to_bytes(8, "little")
-
-    def _verified(self, packet: Packet, key: bytes | None = None) -> bool:
-        right = packet.is_coded_with(key or self.key)
-        self.forged += not right
-        return right
 
     def _hello(self, packet: Packet, address: Address) -> Replies:
         if len(packet.payload) != packets.HELLO_BYTES:
@@ -185,7 +184,8 @@ class Registry:
         if job is None or job.session is None:
             return self._gone(packet.session, address)
         session = job.session
-        if packet.worker >= job.world or packet.payload or not self._verified(packet, session.key):
+        if packet.worker >= job.world or packet.payload or not packet.is_coded_with(session.key):
+            self.forged += 1
             return []
         if packet.kind == Kind.LEAVE:
             job.members[packet.worker].left = True

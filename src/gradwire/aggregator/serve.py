@@ -57,7 +57,10 @@ class Server:
         ]
 
     def counters(self) -> dict[str, int]:
-        return {**self.engine.counters(), "refused": self.registry.refused}
+        """The engine's, with what the control plane has found forged, and refused."""
+        counters = self.engine.counters()
+        forged = counters.get("forged", 0) + self.registry.forged
+        return {**counters, "forged": forged, "refused": self.registry.refused}
 
     def shut(self) -> None:
         self.engine.shut()
