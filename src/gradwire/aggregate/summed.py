@@ -74,7 +74,7 @@ class Summed:
         while agreed is not None:
             start = time.perf_counter()
             used, exponent = agreed.grid(), agreed.exponent
-            plan = agreed.plan(message.words, zlib.crc32(f"{key} {self.mean.steps}".encode()))
+            plan = agreed.plan(message.words, message.lanes, zlib.crc32(f"{key} {self.mean.steps}".encode()))
             words = message.encode(given, used)
             index, sketch = code.encode(plan, words.positions, words.values)
             ored, added = torch.cat([words.own.ored(), index]), torch.cat([words.own.added(message.print), sketch])
@@ -96,7 +96,7 @@ class Summed:
                 if not decoded.consistent:
                     raise AggregateError("index and sketch do not belong together: the sum of the ranks was damaged")
                 positions, values = self._complete(decoded, words)
-                agreed.unions.append(code.blocks(positions, message.words))
+                agreed.learn_union(code.blocks(positions, message.words))
                 message.put(positions, values, used, self.world)
                 break
         for part in parts:
@@ -127,8 +127,9 @@ class Summed:
         own = words.at(decoded.left)
         self.mean.frame_bytes += own.nbytes
         _, added = self.sums.finish(self.sums.start(torch.empty(0, dtype=torch.int32), own))
-        positions, order = torch.cat([decoded.positions, decoded.left]).sort()
-        return positions, torch.cat([decoded.values, added])[order]
+        here = added != 0  # the others were false positives
+        positions, order = torch.cat([decoded.positions, decoded.left[here]]).sort()
+        return positions, torch.cat([decoded.values, added[here]])[order]
 
 
 class _Message:
@@ -144,6 +145,11 @@ class _Message:
         ends = np.cumsum([-(-part.size // per_word) for part in parts])
         self.edges = [0, *ends.tolist()]
         self.words = self.edges[-1]
+
+    @property
+    def lanes(self) -> Sequence[int]:
+        """Of blocks. The largest entries are few, however they lie; how many blocks they fill varies."""
+        return LANES if self.top is None else LANES[:1]
 
     def encode(self, given: Sequence[bool], used: Grid) -> Words:
         own = Own()
