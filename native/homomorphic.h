@@ -2,8 +2,8 @@
 //
 // Traps:
 // - Everything here comes from the network: bitmaps may have bits beyond the last block, sketches any numbers, and an
-//   index may name far more blocks than there are cells. Cells are hashes, always in range; counters have 32 bits,
-//   which no message has blocks for.
+//   index may name far more blocks than there are cells. Cells are hashes, always in range; counts of blocks in short
+//   tags may run over, which is noticed, and those in long ones have 32 bits, which no message has blocks for.
 // - The three hashes that give the cells are made side by side from one number. Made one from the other, blocks that
 //   share two cells would share the other two some five times too often, which is what small sketches fail by.
 #pragma once
@@ -81,9 +81,6 @@ void sketch_words(const SketchShape& shape, const int64_t* positions, const int3
 void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,
                double factor);
 
-// A cell on its way to be empty: how many blocks it has (the high 32 bits), and the XOR of their numbers (the low ones).
-using Held = uint64_t;
-
 // What comes of peeling, and the room it takes, which a thread keeps: fresh pages cost as much as the work itself.
 struct Peeled {
     std::vector<uint32_t> blocks;  // those of the index, ascending
@@ -92,11 +89,8 @@ struct Peeled {
     size_t nonzero, left;          // words
     bool consistent;
 
-    std::vector<uint32_t> before;        // blocks before each word of the bitmap
-    std::vector<uint32_t> found, words;  // blocks in the order in which they were recovered, and their words
-    std::vector<uint32_t> sums, queue;
-    std::vector<Held> held;
-    std::vector<uint32_t> start, place, sorted;  // blocks in the order of their first segments, where they are many
+    std::vector<uint64_t> cells;
+    std::vector<uint32_t> queue;
 
     void trim();  // gives back what is beyond some size
 };

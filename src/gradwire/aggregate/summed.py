@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,13 +61,15 @@ class Summed:
                 grid.by_largest(127, _converter(recipe.codec).bits, world)  # a SpecError if they are too many
 
     def job(
-        self, key: Hashable, parts: Sequence[Part], present: Callable[[Part], bool], touch: Callable[[Part], None]
-    ) -> Job:
-        """The parts, all of one recipe, become means. `present`: whether a part is sent; `touch` is told of means."""
+        self, key: Hashable, parts: Sequence[Part], missing: Collection[str], present: Callable[[Part], bool],
+        touch: Callable[[Part], None],
+    ) -> Job:  # fmt: skip
+        """The parts, all of one recipe, become means. `present`: whether a part is not zero; `touch` hears of means."""
         message = _Message(self.mean, parts)
         if not message.words:
             return
-        given = [present(part) for part in parts]
+        # Where all that is not zero is sent, nothing is of a gradient that is.
+        given = [part.name not in missing and (message.top is None or present(part)) for part in parts]
         agreed = self._agreed.get(key)
         if agreed is None:
             agreed = self._first(key, message, given)
