@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import AggregateError, SpecError
+from gradwire import AggregateError, GradwireError, SpecError
+from gradwire.aggregate import in_network
 from gradwire.aggregator.serve import Server
 from gradwire.aggregator.userspace import Userspace
 from ranks import Net, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
@@ -179,9 +180,21 @@ def says_what_is_wrong(rank: int) -> None:
     os.environ["GRADWIRE_KEY"] = KEY
 
 
+def one_without_native_code(rank: int) -> None:
+    """It says so itself, and the others do not wait for it."""
+    kept = in_network.AggregatorClient
+    if rank == 1:
+        in_network.AggregatorClient = None
+    start = time.monotonic()
+    error, says = (GradwireError, "native module") if rank == 1 else (AggregateError, "could not join")
+    check_raises(error, says, lambda: gradwire.DataParallel(Net(), "homomorphic", aggregator="127.0.0.1:9", timeout=3))
+    assert time.monotonic() - start < 20
+    in_network.AggregatorClient = kept
+
+
 SCENARIOS = [
     same_as_over_gloo, a_restarted_one_goes_on, without_it, lost_in_mid_training, lost_without_a_fallback, another_key,
-    says_what_is_wrong,
+    says_what_is_wrong, one_without_native_code,
 ]  # fmt: skip
 
 

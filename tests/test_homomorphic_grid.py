@@ -187,7 +187,14 @@ def test_frames_lose_nothing_over_a_hundred_steps(spec):
 
 
 @pytest.mark.parametrize(
-    "spec, says", [("bits=5", "bits"), ("decay=0", "rounding=stochastic and p=all"), ("p=0", "above 0"), ("k=1", "k")]
+    "spec, says",
+    [
+        ("bits=5", "bits"),
+        ("decay=0", "rounding=stochastic and p=all"),
+        ("p=0", "above 0"),
+        ("p=2", "; or all"),
+        ("k=1", "k"),
+    ],
 )
 def test_bad_parameters_say_what_is_allowed(spec, says):
     with pytest.raises(gradwire.SpecError, match=says):

@@ -417,6 +417,16 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
 # ── the command line itself ──
 
 
+def test_an_aggregator_that_does_not_answer_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though workers' other warnings are switched off."""
+    monkeypatch.setenv("GRADWIRE_KEY", "00" * 16)
+    done = run("--codec", "homomorphic", "--aggregator", "127.0.0.1:9", "--aggregator-fallback", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(": rank")[0] for line in done.stderr.splitlines()] == [
+        "warning: going on over the process group"
+    ]
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in ((["--version"], "gradwire 0."), (["train", "--help"], "--save-every")):
         with pytest.raises(SystemExit) as exit_:

@@ -113,7 +113,15 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def word_or(word: str, parse: Parser) -> Parser:
-    return lambda text: word if text == word else parse(text)
+    def parse_other(text: str) -> str | float:
+        if text == word:
+            return word
+        try:
+            return parse(text)
+        except SpecError as error:
+            raise SpecError(f"{error}; or {word}") from None
+
+    return parse_other
 
 
 def float_format(text: str) -> str:

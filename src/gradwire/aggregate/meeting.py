@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-from ..errors import AggregateError, GradwireError, SpecError
+from ..errors import AggregateError, GradwireError
 from .fallback import ByAggregator
 from .in_network import InNetwork
 from .link import Link, timeout_of
@@ -27,7 +27,7 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
         if falls_back:
             client.patience = PATIENCE
         client.join()
-    except (AggregateError, SpecError) as error:
+    except GradwireError as error:
         reason = error
     text = str(reason).encode()[:REASON] if reason else b""
     reasons = [other.rstrip(b"\0").decode(errors="replace") for other in link.gather_short(text.ljust(REASON, b"\0"))]
@@ -36,7 +36,7 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
         return ByAggregator(client, link, falls_back)
     if client is not None:
         client.close()
-    if isinstance(reason, SpecError):  # a mistake, whatever was chosen
+    if reason is not None and not isinstance(reason, AggregateError):  # a mistake here, whatever was chosen
         raise reason
     rank, why = next((rank, why) for rank, why in enumerate(reasons) if why)
     if not falls_back:

@@ -23,7 +23,9 @@ def read_key(text: str, where: str) -> bytes:
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES or len(text) != 2 * KEY_BYTES:
-        raise SpecError(f"{where} is not a key: it has {2 * KEY_BYTES} hexadecimal digits")
+        raise SpecError(
+            f"{where} is not a key: a key is {2 * KEY_BYTES} hexadecimal digits (openssl rand -hex {KEY_BYTES})"
+        )
     return key
 
 

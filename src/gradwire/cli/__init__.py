@@ -58,5 +58,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {one_line(error)}")
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split())

@@ -137,19 +137,21 @@ def _serve(server: Server, console: Console) -> None:
                     live.update(_live_table(server, (received - before) / (now - at)))
                     before, at = received, now
         return
-    said = time.monotonic()
+    said, before = time.monotonic(), server.counters()["packets"]
     known: set[str] = set()
     while not ended:
         server.serve_once(0.05)
         jobs = {job.name for job in server.jobs()}
-        if jobs != known or time.monotonic() - said > LINE_EVERY:
-            counters = server.counters()
+        if jobs == known and time.monotonic() - said < LINE_EVERY:
+            continue
+        counters, said = server.counters(), time.monotonic()
+        if jobs != known or counters["packets"] != before:  # a service that nobody uses fills no log
             console.print(
-                f"{time.monotonic() - server.started:.0f} s: {len(jobs)} jobs, {counters['packets']:,} packets,"
-                f" {counters['results']:,} sums, {counters['resent']:,} sent again",
+                f"{said - server.started:.0f} s: {len(jobs)} {'job' if len(jobs) == 1 else 'jobs'},"
+                f" {counters['packets']:,} packets, {counters['results']:,} sums, {counters['resent']:,} sent again",
                 highlight=False,
             )
-            known, said = jobs, time.monotonic()
+        known, before = jobs, counters["packets"]
 
 
 def _live_table(server: Server, rate: float) -> Table:

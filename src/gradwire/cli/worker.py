@@ -38,6 +38,7 @@ def run(settings: Settings) -> None:
     task = tasks.find(settings.task)(Path(settings.data_dir))
     saved = checkpoint.load(Path(settings.resume)) if settings.resume else None
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
+    _say_if_aggregator_is_lost()
     try:
         resumed = saved.step if saved else None
         _check_agreement({**settings.shared(), "data": task.data_checksum(), "resumed step": resumed})
@@ -49,6 +50,21 @@ def run(settings: Settings) -> None:
         # DDP models keep the process group, and with it its threads, which may not outlive Python.
         gc.collect()
         dist.destroy_process_group()
+
+
+def _say_if_aggregator_is_lost() -> None:
+    """In one line, by one worker, though other warnings are switched off."""
+    here = dist.get_rank() == 0
+    warnings.filterwarnings("always" if here else "ignore", message="going on over the process group")
+    others = warnings.showwarning
+
+    def show(message: Warning | str, *details: Any, **more: Any) -> None:
+        if str(message).startswith("going on over the process group"):
+            print(f"warning: {one_line(message)}", file=sys.stderr, flush=True)
+        else:
+            others(message, *details, **more)
+
+    warnings.showwarning = show
 
 
 def _train(task: Task, settings: Settings, codec: str, saved: checkpoint.Checkpoint | None) -> dict[str, Any]:
