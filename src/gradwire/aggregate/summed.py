@@ -55,7 +55,9 @@ class Summed:
     def __init__(self, mean: Mean, sums: WordSums, world: int):
         self.mean, self.sums, self.world = mean, sums, world
         self.repairs = 0  # exchanges of words that were left
-        self._agreed: dict[Hashable, Agreed] = {}
+        self._agreed: dict[
+            Hashable, Agreed
+        ] = {}  # by message: DDP changes its buckets after the first step
         for recipe in mean.recipes.values():
             if recipe.sums:
                 grid.by_largest(127, _converter(recipe.codec).bits, world)  # a SpecError if they are too many
@@ -68,7 +70,7 @@ class Summed:
         if not message.words:
             return
         given = [present(part) for part in parts]
-        agreed = self._agreed.get(key)
+        agreed = self._agreed.get((key, message.layout))
         if agreed is None:
             agreed = self._first(key, message, given)
         while agreed is not None:
@@ -116,7 +118,7 @@ class Summed:
             return None
         agreed.learn(largest, added)
         agreed.unions.append(counts_from_words(added[ADDED_WORDS:].tolist()))
-        self._agreed[key] = agreed
+        self._agreed[key, message.layout] = agreed
         return agreed
 
     def _complete(self, decoded: code.Decoded, words: Words) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +141,8 @@ class _Message:
         self.recipe = mean.own_recipe(parts[0])
         self.converter = _converter(self.recipe.codec)
         self.top = None if self.converter.p is None else TopK(self.converter.p)
-        self.print = fingerprint([Piece(self.recipe, self.recipe.codec, list(parts))]) ^ mean.steps & 0xFFFFFFFF
+        self.layout = fingerprint([Piece(self.recipe, self.recipe.codec, list(parts))])
+        self.print = self.layout ^ mean.steps & 0xFFFFFFFF
         per_word = 32 // self.converter.bits
         ends = np.cumsum([-(-part.size // per_word) for part in parts])
         self.edges = [0, *ends.tolist()]
@@ -161,12 +164,14 @@ class _Message:
         self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None, used: Grid,
         own: Own,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        # A mean beyond the range of the tensor's dtype would be infinite: what is beyond it waits, too.
+        most = int(min(used.most, torch.finfo(part.tensor.dtype).max / used.step))
         seed = None
         if self.converter.stochastic:
             seed = (self.mean.steps << 32) + zlib.crc32(f"{self.mean.rank}:{part.key}".encode())
         if self.top is None or part.tensor.numel() < WHOLE:
             at, words, exponent, squares = kernels.quantize_all(
-                gradient, before, after, self.recipe.decay, used.step, used.most, used.bits, seed
+                gradient, before, after, self.recipe.decay, used.step, most, used.bits, seed
             )
             own.add(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size)
             self._measure(part, gradient, before, after)
@@ -177,7 +182,7 @@ class _Message:
             own.add(NOT_FINITE, 0.0, 0)
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
         if used.bits == 32:
-            words, sent = kernels.quantize_values(chosen, used.step, used.most, seed)
+            words, sent = kernels.quantize_values(chosen, used.step, most, seed)
             own.add(exponent_of(float(chosen.abs().max())) if len(chosen) else 0, 0.0, 0)
             if after is not None:
                 kernels.scatter(after, at, -sent, True)
@@ -186,7 +191,7 @@ class _Message:
             kernels.scatter(alone, at, chosen, True)
             entries = len(at)
             at, words, exponent, squares = kernels.quantize_all(
-                alone, None, None, 1.0, used.step, used.most, used.bits, seed
+                alone, None, None, 1.0, used.step, most, used.bits, seed
             )
             own.add(exponent, squares, entries)
             if after is not None:
@@ -210,6 +215,7 @@ class _Message:
                 continue
             gradient, before, _ = self._sources(part)
             u = kernels.compensate(gradient, before, self.recipe.decay) if before is not None else gradient
+            own.add(exponent_of(kernels.absmax(gradient)), 0.0, 0)  # u is limited to finite numbers
             own.add(exponent_of(kernels.absmax(u)), float(u.double().square().sum()), int(u.count_nonzero()))
             if self.top is not None and part.tensor.numel() >= WHOLE:
                 most = self.top.count(part.size) or part.size
