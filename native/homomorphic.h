@@ -78,6 +78,10 @@ void bloom_build(const uint32_t* bitmap, size_t groups, uint32_t* index, uint32_
 // The sketch is zero before.
 void sketch_words(const SketchShape& shape, const int64_t* positions, const int32_t* values, size_t n,
                   uint32_t* sketch);
+// Of the blocks that the bitmap marks: where their words are (below `words`), and which of the message's they are.
+// Returns how many of the message's were met; positions and values have room for all that are marked.
+size_t align_words(const uint32_t* bitmap, size_t words, int lanes_log, const int64_t* own, const int32_t* own_values,
+                   size_t n, int64_t* positions, int32_t* values);
 void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,
                double factor);
 

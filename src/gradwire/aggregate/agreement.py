@@ -63,30 +63,30 @@ class Agreed:
     bits: int
     limits: bool  # entries beyond the grid wait in an error memory; otherwise all have to be on it
     exponents: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    largest: int = 0  # exponent of the last exchange
     eighths: int = 0  # the root mean square is 2^(eighths/8)
     unions: deque[Mapping[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     guessed: bool = True  # the union, as the sum of what the ranks have
 
-    def heard(self, ored: torch.Tensor) -> int:
-        """The exponent of the largest entry of all ranks."""
-        bits = np.unpackbits(ored[:EXPONENT_WORDS].numpy().view(np.uint8), bitorder="little")
-        present = np.flatnonzero(bits)
-        if not len(present):
-            raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
-        return int(present[-1])
-
-    def check(self, added: torch.Tensor, fingerprint: int) -> None:
+    def take(self, ored: torch.Tensor, added: torch.Tensor, fingerprint: int) -> bool:
+        """What all ranks told; whether their words can be used: they are finite, and on the grid."""
         if int(added[0]) & 0xFFFFFFFF != (self.world * fingerprint) & 0xFFFFFFFF:
             raise AggregateError(
                 "ranks sent words of different tensors, or of different steps: all ranks must have the same model, "
                 "the same spec and the same version of gradwire"
             )
-
-    def learn(self, exponent: int, added: torch.Tensor) -> None:
-        self.exponents.append(exponent)
+        present = np.flatnonzero(np.unpackbits(ored[:EXPONENT_WORDS].numpy().view(np.uint8), bitorder="little"))
+        if not len(present):
+            raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
+        self.largest = int(present[-1])
+        if self.largest == NOT_FINITE:
+            return False
+        usable = self.limits or not self.exponents or self.largest <= self.exponent
+        self.exponents.append(self.largest)
         level, ranks = int(added[1]), int(added[2])
         if ranks > 0:
             self.eighths = round(level * 8 / (LOG_UNITS * ranks))
+        return usable
 
     def learn_union(self, blocks: Mapping[int, int]) -> None:
         if self.guessed:
