@@ -101,14 +101,16 @@ void sketch_words(const SketchShape& shape, const int64_t* positions, const int3
 size_t align_words(const uint32_t* bitmap, size_t words, int lanes_log, const int64_t* own, const int32_t* own_values,
                    size_t n, int64_t* positions, int32_t* values) {
     const size_t lanes = size_t(1) << lanes_log, blocks = (words + lanes - 1) >> lanes_log;
-    size_t at = 0, met = 0;
+    size_t at = 0, next = 0, met = 0;
     for (size_t group = 0; group < (blocks + 31) / 32; group++)
         for (uint32_t bits = bitmap[group]; bits; bits &= bits - 1) {
             const size_t first = (group * 32 + size_t(__builtin_ctz(bits))) << lanes_log;
             for (size_t word = first; word < first + lanes && word < words; word++) {
-                const bool here = met < n && own[met] == int64_t(word);
+                while (next < n && own[next] < int64_t(word)) next++;  // one that is not marked, as all should be
+                const bool here = next < n && own[next] == int64_t(word);
                 positions[at] = int64_t(word);
-                values[at++] = here ? own_values[met] : 0;
+                values[at++] = here ? own_values[next] : 0;
+                next += here;
                 met += here;
             }
         }

@@ -97,6 +97,45 @@ def test_clustered_supports_take_blocks(backend, run):
     assert not len(check_sum(plan, own).left)
 
 
+@pytest.mark.parametrize("index", ["bitmap", "bloom"])
+@pytest.mark.parametrize("lanes", LANES)
+def test_aligned_words_add_up_without_a_sketch(backend, index, lanes):
+    """Once the index of all is known, every worker's words can be laid out alike; false positives are zeros."""
+    words, messages = 20_003, [message(20_003, 0.02, seed) for seed in range(3)]
+    blocks = -(-words // lanes)
+    filter_words = -(-blocks // 32) if index == "bitmap" else 700
+    plan = Plan(words, lanes, index, filter_words, 0 if index == "bitmap" else 3, 4, 4, 9)
+    indexes = [code.index_of(plan, positions) for positions, _ in messages]
+    whole = indexes[0] | indexes[1] | indexes[2]
+    aligned = [code.align(plan, whole, *own) for own in messages]
+    assert all(torch.equal(everywhere, aligned[0][0]) for everywhere, _ in aligned)
+    found, wanted = torch.zeros(words, dtype=torch.int32), torch.zeros(words, dtype=torch.int32)
+    for everywhere, own in aligned:
+        found[everywhere] += own
+    for positions, own in messages:
+        wanted[positions] += own
+    assert torch.equal(found, wanted)
+    with pytest.raises(gradwire.GradwireError, match="damaged"):
+        code.align(plan, torch.zeros_like(whole), *messages[0])
+
+
+@given(st.data())
+def test_alignment_is_the_same_on_all_kernels(data):
+    """Also of an index from the network, with marks beyond the last block."""
+    words, lanes = data.draw(st.integers(1, 300)), data.draw(st.sampled_from(LANES))
+    bits = data.draw(st.binary(min_size=4 * -(-words // (32 * lanes)), max_size=4 * -(-words // (32 * lanes))))
+    bitmap = torch.from_numpy(np.frombuffer(bits, dtype="<i4").astype(np.int32))
+    positions, own = message(words, 0.3, data.draw(st.integers(0, 99)))
+    results = []
+    for name in BACKENDS:
+        with use_backend(name):
+            results.append(code.kernels.align_words(bitmap, words, lanes, positions, own))
+    for everywhere, aligned, met in results:
+        assert torch.equal(everywhere, results[0][0])
+        assert torch.equal(aligned, results[0][1])
+        assert met == results[0][2] == int(torch.isin(positions, everywhere).sum())
+
+
 def test_sums_that_cancel_leave_nothing(backend):
     positions, words = message(20_000, 0.02, 1)
     plan = choose(20_000, code.blocks(positions, 20_000), 0)
