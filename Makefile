@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard native/*) CMakeLists.txt
 
-.PHONY: demo test nightly lint bench bench-link bench-volume bench-aggregation fuzz sanitize clean
+.PHONY: demo test nightly lint bench bench-link bench-volume bench-aggregation trials fuzz sanitize clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
@@ -26,6 +26,7 @@ bench: $(VENV)/.test       ## speed on one core, beside copy, zstd, constriction
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/sparse.py
 	$(BIN)/python benchmarks/quantizers.py
+	$(BIN)/python benchmarks/homomorphic.py
 
 bench-link: $(VENV)/.built ## training step on links of 100 Mbit/s to 10 Gbit/s: ten minutes (Linux, root, iproute2)
 	$(BIN)/python benchmarks/link.py
@@ -36,6 +37,11 @@ bench-volume: $(VENV)/.built ## bytes of a rank at 2 to 16 ranks, at its interfa
 bench-aggregation: $(VENV)/.built ## sums of sparse gradients, NCF and LSTM at 1 Gbit/s (Linux, root, iproute2, clang)
 	$(BIN)/python benchmarks/aggregation.py
 	$(BIN)/python benchmarks/sparse_training.py
+
+trials: $(VENV)/.test      ## the aggregator on a bad network, and beside a flood of garbage: five minutes
+	$(BIN)/python tests/aggregator_trials.py --rounds 10000 --loss 0.01 --duplicate 0.01 --reorder 0.01
+	$(BIN)/python tests/aggregator_trials.py --flood 60
+	test $$(id -u) != 0 || $(BIN)/python tests/xdp_trials.py
 
 fuzz: $(VENV)/.test        ## a million damaged frames
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0

@@ -45,7 +45,8 @@ def cells(table: dict[str, Any], name: str, result: dict[str, Any]) -> list[str]
         name, f"{row['gbytes_per_s']:.3f}", times_dense(table, name), f"{row['ms']:.1f}", f"{low:.1f}–{high:.1f}",
         f"{row['floor_ms']:.1f}", f"{row['ms'] / row['floor_ms']:.2f}", f"{row['cpu_ms']:.1f}",
         f"{row['upload_bytes'] / 1e6:.2f}", f"{row['download_bytes'] / 1e6:.2f}",
-        "" if least is None else f"{least / 1e6:.2f}", "yes" if not row["wrong_entries"] else f"NO: {row['wrong_entries']} entries",
+        "" if least is None else f"{least / 1e6:.2f}",
+        "yes" if not row["wrong_entries"] else f"NO: {row['wrong_entries']} entries",
     ]  # fmt: skip
 
 

@@ -87,9 +87,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        "| network | bits | steps | dense fp32 over index and sketch | steps with a second exchange |\n|---|---|---|---|---|"
-    )
+    print("| network | bits | steps | dense fp32 over index and sketch | steps with a second exchange |")
+    print("|---|---|---|---|---|")
     for path in sorted(options.folder.glob("*.npz")):
         arrays = np.load(path)
         recorded = [torch.from_numpy(arrays[name]).float() for name in arrays.files if name != "layers"]

@@ -3,7 +3,8 @@
     python benchmarks/peeling.py [--cases 20000] [--seed 0]
 
 Cases are spread evenly over the logarithm of the number of blocks; those of more than 30,000 blocks are fewer, since
-one of them takes as long as thousands of others. Every failure is repaired here with another seed, as a frame's encoder does.
+one of them takes as long as thousands of others. Every failure is repaired here with another seed, as a frame's
+encoder does.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
     total, bad = sum(cases.values()), sum(failed.values())
     lines += [
         "",
-        f"{total} cases, {bad} failed: {100 * (1 - bad / total):.3f}% peel at the first try; all are repaired.",
+        f"{total} cases, {bad} failed: {100 * (1 - bad / total):.3f}% peel at once; every failure was repaired.",
     ]
     text = "\n".join(lines)
     print(text)

@@ -88,6 +88,29 @@ nb::tuple peel_sketch(Words bitmap, Words sketch, size_t words, int lanes, uint3
     return nb::make_tuple(positions, values, left, peeled.consistent);
 }
 
+nb::tuple align_message(Words bitmap, size_t words, int lanes, Ints own, Words own_values) {
+    const int log = log_of(lanes);
+    const size_t blocks = (words + size_t(lanes) - 1) >> log;
+    require(words <= kMostWords && bitmap.size() == (blocks + 31) / 32, "index has the wrong size");
+    require(own.size() == own_values.size(), "as many values as positions");
+    size_t room = count_bits(bits(bitmap), bitmap.size());
+    if (blocks % 32 && bitmap.size()) {  // marks beyond the last block are nobody's
+        const uint32_t beyond = bits(bitmap)[bitmap.size() - 1] & (~0u << (blocks % 32));
+        room -= count_bits(&beyond, 1);
+    }
+    room <<= log;
+    const size_t rest = words & (size_t(lanes) - 1);
+    if (rest && (bits(bitmap)[(blocks - 1) / 32] >> ((blocks - 1) % 32) & 1)) room -= size_t(lanes) - rest;
+    auto [positions, position] = array<int64_t>(room);
+    auto [values, value] = array<int32_t>(room);
+    size_t met;
+    {
+        nb::gil_scoped_release release;
+        met = align_words(bits(bitmap), words, log, own.data(), own_values.data(), own.size(), position, value);
+    }
+    return nb::make_tuple(positions, values, met);
+}
+
 }  // namespace
 
 void bind_homomorphic(nb::module_& m) {
@@ -106,6 +129,10 @@ void bind_homomorphic(nb::module_& m) {
     m.def("are_ascending", [](Ints positions, int64_t limit) {
         nb::gil_scoped_release release;
         return are_ascending(positions.data(), positions.size(), limit);
+    });
+    m.def("count_bits", [](Words words) {
+        nb::gil_scoped_release release;
+        return count_bits(bits(words), words.size());
     });
     m.def("count_blocks", [](Ints positions, int lanes) {
         const int log = log_of(lanes);
@@ -138,6 +165,7 @@ void bind_homomorphic(nb::module_& m) {
         nb::gil_scoped_release release;
         sketch_words(shape, positions.data(), values.data(), positions.size(), bits(sketch));
     });
+    m.def("align_words", align_message);
     m.def("peel", peel_sketch);
 }
 

@@ -26,6 +26,12 @@ bool are_ascending(const int64_t* positions, size_t n, int64_t limit) {
     return good;
 }
 
+size_t count_bits(const uint32_t* words, size_t n) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++) count += ones(words[i]);
+    return count;
+}
+
 size_t count_blocks(const int64_t* positions, size_t n, int lanes_log) {
     size_t count = n ? 1 : 0;
     for (size_t i = 1; i < n; i++) count += (positions[i] >> lanes_log) != (positions[i - 1] >> lanes_log);
@@ -90,6 +96,23 @@ void sketch_words(const SketchShape& shape, const int64_t* positions, const int3
                   uint32_t* sketch) {
     (shape.lanes == 1 ? add_blocks<1> : shape.lanes == 4 ? add_blocks<4> : add_blocks<16>)(shape, positions, values, n,
                                                                                         sketch);
+}
+
+size_t align_words(const uint32_t* bitmap, size_t words, int lanes_log, const int64_t* own, const int32_t* own_values,
+                   size_t n, int64_t* positions, int32_t* values) {
+    const size_t lanes = size_t(1) << lanes_log, blocks = (words + lanes - 1) >> lanes_log;
+    size_t at = 0, met = 0;
+    for (size_t group = 0; group < (blocks + 31) / 32; group++)
+        for (uint32_t bits = bitmap[group]; bits; bits &= bits - 1) {
+            const size_t first = (group * 32 + size_t(__builtin_ctz(bits))) << lanes_log;
+            for (size_t word = first; word < first + lanes && word < words; word++) {
+                const bool here = met < n && own[met] == int64_t(word);
+                positions[at] = int64_t(word);
+                values[at++] = here ? own_values[met] : 0;
+                met += here;
+            }
+        }
+    return met;
 }
 
 void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,

@@ -2,8 +2,8 @@
 //
 // Traps:
 // - Everything here comes from the network: bitmaps may have bits beyond the last block, sketches any numbers, and an
-//   index may name far more blocks than there are cells. Cells are hashes, always in range; counters have 32 bits,
-//   which no message has blocks for.
+//   index may name far more blocks than there are cells. Cells are hashes, always in range; counts of blocks in short
+//   tags may run over, which is noticed, and those in long ones have 32 bits, which no message has blocks for.
 // - The three hashes that give the cells are made side by side from one number. Made one from the other, blocks that
 //   share two cells would share the other two some five times too often, which is what small sketches fail by.
 #pragma once
@@ -15,6 +15,12 @@
 namespace gradwire {
 
 constexpr uint32_t kGolden = 0x9e3779b9u, kOther = 0x85ebca6bu;
+inline uint32_t ones(uint32_t x) {  // not all machines have an instruction for it
+    x -= (x >> 1) & 0x55555555u;
+    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
+    return (((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u) >> 24;
+}
+
 constexpr int kHashes = 4;
 constexpr size_t kSpare = 16;  // vector stores reach beyond what they have found
 constexpr size_t kHashBlock = 1024;  // blocks that are hashed at a time
@@ -63,6 +69,7 @@ extern const HomomorphicKernels avx2_homomorphic, avx512_homomorphic;
 const HomomorphicKernels& homomorphic_kernels();  // the ones in use
 
 bool are_ascending(const int64_t* positions, size_t n, int64_t limit);
+size_t count_bits(const uint32_t* words, size_t n);
 size_t count_blocks(const int64_t* positions, size_t n, int lanes_log);
 // The bitmap is zero before.
 void index_bitmap(const int64_t* positions, size_t n, int lanes_log, uint32_t* bitmap);
@@ -71,11 +78,12 @@ void bloom_build(const uint32_t* bitmap, size_t groups, uint32_t* index, uint32_
 // The sketch is zero before.
 void sketch_words(const SketchShape& shape, const int64_t* positions, const int32_t* values, size_t n,
                   uint32_t* sketch);
+// Of the blocks that the bitmap marks: where their words are (below `words`), and which of the message's they are.
+// Returns how many of the message's were met; positions and values have room for all that are marked.
+size_t align_words(const uint32_t* bitmap, size_t words, int lanes_log, const int64_t* own, const int32_t* own_values,
+                   size_t n, int64_t* positions, int32_t* values);
 void put_words(float* out, size_t n, const int64_t* positions, const int32_t* words, size_t count, int bits,
                double factor);
-
-// A cell on its way to be empty: how many blocks it has (the high 32 bits), and the XOR of their numbers (the low ones).
-using Held = uint64_t;
 
 // What comes of peeling, and the room it takes, which a thread keeps: fresh pages cost as much as the work itself.
 struct Peeled {
@@ -85,10 +93,8 @@ struct Peeled {
     size_t nonzero, left;          // words
     bool consistent;
 
-    std::vector<uint32_t> before;        // blocks before each word of the bitmap
-    std::vector<uint32_t> found, words;  // blocks in the order in which they were recovered, and their words
-    std::vector<uint32_t> sums, queue;
-    std::vector<Held> held;
+    std::vector<uint64_t> cells;
+    std::vector<uint32_t> queue;
 
     void trim();  // gives back what is beyond some size
 };

@@ -77,12 +77,12 @@ void quantize(const FixedGrid& grid, const Stream& stream, int64_t* positions, i
         for (size_t j = 0; j < kRow / size_t(fields); j += 16) {
             const __m512i word = _mm512_load_si512(q + j);
             const __mmask16 found = _mm512_test_epi32_mask(word, word);
-            if (!found) continue;
             const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
             const __m512i here = _mm512_add_epi64(lanes, _mm512_set1_epi64(int64_t(at + j)));
             const __mmask8 front = __mmask8(found), back = __mmask8(found >> 8);
             const int in_front = _mm_popcnt_u32(front), all = _mm_popcnt_u32(found);
-            // Compressed in a register and stored whole: straight to memory is many times slower on some machines.
+            // Without a branch, which would often be mispredicted; compressed in a register and stored whole, since
+            // straight to memory is many times slower on some machines.
             const __m512i after = _mm512_add_epi64(here, _mm512_set1_epi64(8));
             _mm512_storeu_si512(values + result.words, _mm512_maskz_compress_epi32(found, word));
             _mm512_storeu_si512(positions + result.words, _mm512_maskz_compress_epi64(front, here));

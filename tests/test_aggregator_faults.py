@@ -16,6 +16,7 @@ import torch
 
 from aggregation import JOB, KEY, Serving, at_once, equal, joined, serving, some_words, sums
 from gradwire import AggregateError
+from gradwire.aggregate import joining
 from gradwire.aggregate.in_network import InNetwork
 from gradwire.aggregator import packets
 from gradwire.aggregator.engine import Session
@@ -221,6 +222,29 @@ def test_an_aggregator_restarted_in_mid_operation() -> None:
             aggregator.stop()
 
 
+def test_an_idle_worker_catches_up_for_one_that_lost_the_aggregator() -> None:
+    with serving() as aggregator:
+        given = [some_words(worker, 100, 5000) for worker in range(2)]
+        other = native.AggregatorClient("127.0.0.1", aggregator.port, KEY)
+        who = joining.Membership(aggregator.address, KEY, JOB, 1, 2)
+
+        def run_as_the_other() -> bool:
+            accept = joining.join(other, who, 0, time.monotonic() + 10)
+            assert accept.first_operation == 0
+            other.begin(accept.session, packets.session_key(KEY, JOB, accept.session_nonce), 1, accept.slots)
+            results = torch.empty_like(given[1][0]), torch.empty_like(given[1][1])
+            return other.run(*given[1], *results, 10.0, 5.0) == "done" and equal(results, sums(given))
+
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(run_as_the_other)
+            with joined(aggregator.address, 0, 2) as client:
+                assert equal(client.finish(client.start(*given[0])), sums(given))
+                assert first.result()
+                # As if the other had not got the last result; this one has nothing to do, and takes part all the same.
+                assert pool.submit(run_as_the_other).result()
+                assert client.operations == 1
+
+
 def test_a_worker_that_dies_is_named_and_one_that_comes_back_is_explained() -> None:
     with serving() as aggregator:
         clients = [InNetwork(aggregator.address, worker, 3, JOB, 1.5, KEY) for worker in range(3)]
@@ -266,8 +290,8 @@ def test_a_worker_restarted_in_mid_operation_fails_all_clearly() -> None:
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(clients[0].finish, clients[0].start(*words))
             fresh = InNetwork(aggregator.address, 1, 2, JOB, 10, KEY)
-            joining = pool.submit(fresh.join)
-            for future in (waiting, joining):
+            coming = pool.submit(fresh.join)
+            for future in (waiting, coming):
                 with pytest.raises(AggregateError, match="worker 1 has done 0, worker 0 3"):
                     future.result(timeout=10)
         for client in clients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 import gradwire
 from gradwire.homomorphic import code
 from gradwire.homomorphic.plan import LANES, Plan, choose, segments_for
-from helpers import BACKENDS, check_same, use_backend
+from helpers import BACKENDS, assemble, check_same, use_backend
 from plain_coders import Bytes
 from plain_homomorphic import plain_words
 
@@ -289,3 +290,10 @@ def test_a_full_index_is_bounded(backend):
     plan = Plan(20_000, 1, "bitmap", 625, 0, 4, 0, 0)
     found = code.decode(plan, torch.full((625,), -1, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
     assert len(found.left) == 20_000 and not len(found.positions)
+
+
+def test_a_short_frame_does_not_ask_for_much(backend):
+    """A filter that says yes to everything, four cells, and millions of entries."""
+    side = b"\x02" + struct.pack("<fI", 1.0, 0) + bytes([4, 0, 1, 1])
+    with pytest.raises(gradwire.FrameError, match="more blocks than there are cells"):
+        gradwire.decode(assemble(side + b"\xff" * 4 + bytes(16), (2**22,), 7))

@@ -200,6 +200,38 @@ def half_precision(rank: int) -> None:
             assert torch.allclose(found.double(), true / WORLD, atol=2**-20, rtol=2**-7), (dtype, name)
 
 
+def beyond_half_precision(rank: int) -> None:
+    """With what the memory holds, a mean may be beyond the dtype's range: infinite, and then nothing is left of it."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for spec in ("homomorphic:p=all", "homomorphic:p=0.5", "homomorphic:p=all,bits=8", "homomorphic:p=0.5,bits=8"):
+            model = make(spec, dtype=dtype)
+            for factor in (1.0, 1.0, 1.0, 0.6, 0.6, 0.6, 1.0):
+                large = torch.finfo(dtype).max * factor if factor < 1 else 1.0
+                own = {name: torch.full((size,), large, dtype=dtype) for name, size in SIZES.items()}
+                for name, found in step_of(model, own).items():
+                    assert bool(found.isfinite().all()), (dtype, spec, name)
+
+
+def infinite_from_the_start(rank: int) -> None:
+    """As with a GradScaler, whose first scales are too large: the first step that is finite has its grid."""
+    for spec in ("homomorphic:p=all", "homomorphic:p=0.1", "homomorphic:p=all,bits=8"):
+        model = make(spec)
+        for step in range(4):
+            own = gradients(rank, step, density=1.0)
+            if rank == 1 and step < 3:
+                own["table"][5] = -float("inf")
+            model.zero_grad()
+            model(own).backward()
+        assert float(model.module.table.grad.abs().max()) > 0.1, spec
+
+
+def recipes_that_change_places(rank: int) -> None:
+    """DDP has other tensors in its buckets after the first step, and so other recipes where those of before were."""
+    model = make({"table": "homomorphic:p=all,bits=8", "layer": "homomorphic:p=all", "*": "homomorphic"}, "attach")
+    sent, given = run_steps(model, [gradients(rank, step) for step in range(4)])
+    check_kept(model, sent, given)
+
+
 def trains_and_resumes(rank: int) -> None:
     def trained(steps: range, state: dict | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -255,7 +287,8 @@ def says_what_is_wrong(rank: int) -> None:
 SCENARIOS = [
     all_nonzero_entries, nothing_is_lost, a_jump_waits_in_the_memory, a_growing_union_is_repaired,
     not_finite_reaches_all, unbiased_without_memory, beside_other_recipes, unused_on_some_ranks, half_precision,
-    trains_and_resumes, hierarchical, or_without_an_or, says_what_is_wrong,
+    beyond_half_precision, infinite_from_the_start, recipes_that_change_places, trains_and_resumes, hierarchical,
+    or_without_an_or, says_what_is_wrong,
 ]  # fmt: skip
 
 

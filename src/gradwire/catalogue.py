@@ -312,7 +312,8 @@ _HOMOMORPHIC = [
             "p": Parameter("0.01", word_or("all", share)),
             "bits": Parameter("32", one_of(*map(str, BITS))),
             "rounding": Parameter("nearest", one_of("nearest", "stochastic")),
-            "decay": Parameter("1", number(0, 1), of_corrector=True),
+            "decay": _decay("1"),
+            "rounds": _corrector("auto", one_of("auto", "1", "2")),
         },
     ),
 ]  # fmt: skip

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -62,29 +63,36 @@ class Agreed:
     bits: int
     limits: bool  # entries beyond the grid wait in an error memory; otherwise all have to be on it
     exponents: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    largest: int = 0  # exponent of the last exchange
     eighths: int = 0  # the root mean square is 2^(eighths/8)
     unions: deque[Mapping[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    guessed: bool = True  # the union, as the sum of what the ranks have
 
-    def heard(self, ored: torch.Tensor) -> int:
-        """The exponent of the largest entry of all ranks."""
-        bits = np.unpackbits(ored[:EXPONENT_WORDS].numpy().view(np.uint8), bitorder="little")
-        present = np.flatnonzero(bits)
-        if not len(present):
-            raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
-        return int(present[-1])
-
-    def check(self, added: torch.Tensor, fingerprint: int) -> None:
+    def take(self, ored: torch.Tensor, added: torch.Tensor, fingerprint: int) -> bool:
+        """What all ranks told; whether their words can be used: they are finite, and on the grid."""
         if int(added[0]) & 0xFFFFFFFF != (self.world * fingerprint) & 0xFFFFFFFF:
             raise AggregateError(
                 "ranks sent words of different tensors, or of different steps: all ranks must have the same model, "
                 "the same spec and the same version of gradwire"
             )
-
-    def learn(self, exponent: int, added: torch.Tensor) -> None:
-        self.exponents.append(exponent)
+        present = np.flatnonzero(np.unpackbits(ored[:EXPONENT_WORDS].numpy().view(np.uint8), bitorder="little"))
+        if not len(present):
+            raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
+        self.largest = int(present[-1])
+        if self.largest == NOT_FINITE:
+            return False
+        usable = self.limits or not self.exponents or self.largest <= self.exponent
+        self.exponents.append(self.largest)
         level, ranks = int(added[1]), int(added[2])
         if ranks > 0:
             self.eighths = round(level * 8 / (LOG_UNITS * ranks))
+        return usable
+
+    def learn_union(self, blocks: Mapping[int, int]) -> None:
+        if self.guessed:
+            self.unions.clear()
+        self.guessed = False
+        self.unions.append(blocks)
 
     @property
     def exponent(self) -> int:
@@ -96,11 +104,23 @@ class Agreed:
             return grids.by_rms(math.ldexp(EIGHTHS[self.eighths & 7], self.eighths >> 3), self.bits, self.world)
         return grids.by_largest(self.exponent, self.bits, self.world)
 
-    def plan(self, words: int, seed: int) -> Plan:
-        """Room for the largest union of late, and some more."""
-        most = {lanes: max(union[lanes] for union in self.unions) for lanes in LANES}
-        roomy = {lanes: count + count // 32 + 2 * math.isqrt(count) + 1 for lanes, count in most.items()}
-        return choose(words, {lanes: min(count, -(-words // lanes)) for lanes, count in roomy.items()}, seed)
+    def plan(self, words: int, lanes: Sequence[int], seed: int) -> Plan:
+        """Room for the largest union of late, and some more; in blocks of so many words."""
+        most = {n: max(union[n] for union in self.unions) for n in lanes}
+        rooms = tuple((n, min(_with_room(count), -(-words // n))) for n, count in most.items())
+        return replace(_plan(words, rooms), seed=seed)
+
+
+def _with_room(count: int) -> int:
+    """A few percent more; of few different sizes, so that plans are met again."""
+    count += count // 32 + 2 * math.isqrt(count) + 1
+    step = 1 << max(0, count.bit_length() - 7)
+    return -(-count // step) * step
+
+
+@lru_cache(maxsize=4096)
+def _plan(words: int, rooms: tuple[tuple[int, int], ...]) -> Plan:
+    return choose(words, dict(rooms), 0)
 
 
 def counts_as_words(counts: Mapping[int, int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -81,6 +82,7 @@ class InNetwork:
         self._join(time.monotonic() + min(self.timeout, self.patience))
         self._thread = threading.Thread(target=self._work, name="gradwire-aggregator", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread in native code that outlives the interpreter would abort the process
 
     def start(self, or_words: Tensor, add_words: Tensor) -> Ticket:
         """Queue an operation. The tensors must not change until the next operation is done: should the aggregator
@@ -122,6 +124,7 @@ class InNetwork:
             self._thread.join()
             self._thread = None
             self._client.leave()
+            atexit.unregister(self.close)
 
     @property
     def bytes_sent(self) -> int:
@@ -218,9 +221,10 @@ class InNetwork:
 
     def _look_around(self) -> None:
         """Between operations: if the aggregator was restarted, others may wait for this worker to join again."""
-        if not self._joined or self._failure is not None:
+        if self._failure is not None:
             return
-        if self._client.glance() == "gone" and self._client.who_left() == packets.NOBODY:
+        gone = self._client.glance() == "gone" and self._client.who_left() == packets.NOBODY
+        if gone or not self._joined:  # it may have been lost again while the last operation was repeated
             self._join(time.monotonic() + self.timeout)
             self._catch_up()
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..aggregator import packets
@@ -30,6 +30,8 @@ class Membership:
     job: bytes
     worker: int
     world: int
+    clock: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
+    """What makes a time of the monotonic clock: one that was set back would make this worker an earlier one."""
 
 
 def resolve(address: str) -> tuple[str, int]:
@@ -44,7 +46,7 @@ def resolve(address: str) -> tuple[str, int]:
 
 def join(client: AggregatorClient, who: Membership, operations: int, deadline: float) -> Accept:
     """Wait until all workers are there; `deadline` is of time.monotonic(). AggregateError that says what to do."""
-    nonce, started = os.urandom(packets.NONCE_BYTES), time.time_ns()
+    nonce, started = os.urandom(packets.NONCE_BYTES), who.clock + time.monotonic_ns()
     cookie, cookie_until, next_send = b"", 0.0, 0.0
     joined: list[int] | None = None  # what the aggregator last said
     nobody_listens = False

@@ -18,6 +18,7 @@ from ..recipe import Recipe
 
 SMALL = 4096  # entries: tensors below this share a frame, each with its own step
 CHUNK = 2**22  # entries: larger tensors are cut, so that one chunk is on its way while the next is encoded
+SUMMED = 2**21  # entries of a chunk whose words are added up on their way: cells of a sketch are met at random
 ALIGNED = 2**12  # entries: where chunks begin, so that buckets and vectors of the codecs stay whole
 Spec = str | Mapping[str, str]
 Recipes = dict[str, Recipe]  # by pattern of parameter names; the first that matches counts
@@ -148,12 +149,13 @@ def messages(tensors: Named, recipes: Recipes) -> list[list[Part]]:
     filled = 0
     for part in whole(tensors):
         chosen = own_recipe(part.name, part.size, recipes)
+        most = SUMMED if chosen.sums else CHUNK
         # What is selected from a whole tensor, or corrected as a whole, is not cut.
         uncut = chosen.codec.converter.selects or chosen.mask or chosen.clip
-        count = 1 if uncut else math.ceil(part.size / CHUNK)
+        count = 1 if uncut else math.ceil(part.size / most)
         for chunk in part.cut(count, ALIGNED) if count > 1 else [part]:
             entries = 0 if uncut else chunk.size  # what is selected is few bytes
-            if not result or filled + entries > CHUNK + CHUNK // 8:
+            if not result or filled + entries > most + most // 8:
                 result.append([])
                 filled = 0
             result[-1].append(chunk)

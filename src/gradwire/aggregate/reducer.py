@@ -136,7 +136,8 @@ class Reducer:
 
     def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Job:
         if parts and self.mean.own_recipe(parts[0]).sums and self.aggregate != ALL_REDUCE:
-            return self.summed.job(key, parts, self._present, self._touch)
+            missing = self._missing if self.host is None else ()  # another rank of the host may have a gradient
+            return self.summed.job(key, parts, missing, self._present, self._touch)
         ways = {ALL_GATHER: self._gather, SCATTER_REDUCE: self._scatter, ALL_REDUCE: self._reduce}
         return ways[self.aggregate](key, parts, last)
 

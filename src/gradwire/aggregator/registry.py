@@ -172,9 +172,13 @@ class Registry:
         return [(gone, address) for address in session.addresses]
 
     def _gone(self, session: int, address: Address) -> Replies:
-        """Senders of DATA for sessions that are no more; anyone can send that, so there are few answers."""
+        """Senders of DATA for sessions that are no more; anyone can send that, so there are few answers.
+
+        And none for sessions to come: who had collected those could end them.
+        """
         now = self.clock()
-        if now - self._last_gone < GONE_EVERY or session in self.sessions:
+        to_come = (self._last_session - session) % 2**32 >= 2**31
+        if now - self._last_gone < GONE_EVERY or to_come or session in self.sessions:
             return []
         self._last_gone = now
         return [(self._pack(Kind.GONE, packets.gone(session), session), address)]

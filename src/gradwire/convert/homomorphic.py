@@ -130,7 +130,11 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if len(body) != 4 * plan.total_words:
         raise FrameError("wrong length of index and sketch")
     words = torch.from_numpy(np.frombuffer(body, dtype="<i4").astype(np.int32))
-    found = code.decode(plan, words[: plan.index_words], words[plan.index_words :])
+    index, sketch = words[: plan.index_words], words[plan.index_words :]
+    # As many blocks as there are cells at most can be peeled: so a short frame does not ask for much memory.
+    if plan.index != "dense" and kernels.count_bits(code.candidates(plan, index)) >= plan.cells + 32:
+        raise FrameError("a sketch that cannot be peeled: its index has more blocks than there are cells")
+    found = code.decode(plan, index, sketch)
     if len(found.left) or not found.consistent:
         raise FrameError("a sketch that cannot be peeled, or says more than its index")
     values = torch.zeros(header.elements)

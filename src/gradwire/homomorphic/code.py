@@ -31,9 +31,7 @@ def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[t
         sketch = torch.zeros(plan.words, dtype=torch.int32)
         sketch[positions] = values
         return torch.empty(0, dtype=torch.int32), sketch
-    index = kernels.index_bitmap(positions, plan.lanes, plan.blocks)
-    if plan.index == "bloom":
-        index = kernels.bloom_build(index, plan.index_words, plan.probes, plan.seed)
+    index = index_of(plan, positions)
     sketch = kernels.sketch_words(positions, values, plan.lanes, plan.segments, plan.segment_log, plan.seed)
     return index, sketch
 
@@ -47,9 +45,32 @@ def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
     if plan.index == "dense":
         positions = torch.nonzero(sketch).flatten()
         return Decoded(positions, sketch[positions], torch.empty(0, dtype=torch.int64))
-    if plan.index == "bloom":
-        index = kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
+    index = candidates(plan, index)
     return Decoded(*kernels.peel(index, sketch, plan.words, plan.lanes, plan.segments, plan.segment_log, plan.seed))
+
+
+def index_of(plan: Plan, positions: torch.Tensor) -> torch.Tensor:
+    """Which blocks a message has."""
+    index = kernels.index_bitmap(positions, plan.lanes, plan.blocks)
+    return kernels.bloom_build(index, plan.index_words, plan.probes, plan.seed) if plan.index == "bloom" else index
+
+
+def align(
+    plan: Plan, index: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of all words that an index of many messages marks, and one message's words there: added up as they
+    are, they make a sketch needless, at the price of a second exchange."""
+    everywhere, aligned, met = kernels.align_words(candidates(plan, index), plan.words, plan.lanes, positions, values)
+    if met < len(positions):
+        raise GradwireError("the index does not mark all blocks of this message: it is damaged")
+    return everywhere, aligned
+
+
+def candidates(plan: Plan, index: torch.Tensor) -> torch.Tensor:
+    """The bitmap of all blocks that the index says may be there."""
+    if plan.index == "bloom":
+        return kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
+    return index
 
 
 def blocks(positions: torch.Tensor, words: int) -> dict[int, int]:

@@ -10,8 +10,8 @@ from ..reference.homomorphic import Peeled, Quantized
 from .dense import _array, _native_can, _seed
 
 __all__ = [
-    "are_ascending", "bloom_build", "bloom_query", "count_blocks", "index_bitmap", "peel", "put_words", "quantize_all",
-    "quantize_values", "sketch_words",
+    "align_words", "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel",
+    "put_words", "quantize_all", "quantize_values", "sketch_words",
 ]  # fmt: skip
 
 
@@ -61,6 +61,10 @@ def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, 
     return tuple(_native.count_blocks(_array(positions), n) for n in lanes)
 
 
+def count_bits(bitmap: torch.Tensor) -> int:
+    return _native.count_bits(_array(bitmap))
+
+
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:
     bitmap = _words(-(-blocks // 32))
     _native.index_bitmap(_array(positions), lanes, blocks, _array(bitmap))
@@ -85,6 +89,14 @@ def sketch_words(
     sketch = _words((segments << segment_log) * lanes)
     _native.sketch_words(_array(positions), _array(values), lanes, segments, segment_log, seed, _array(sketch))
     return sketch
+
+
+def align_words(
+    bitmap: torch.Tensor, words: int, lanes: int, positions: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    *found, met = _native.align_words(_array(bitmap), words, lanes, _array(positions), _array(values))
+    everywhere, aligned = map(torch.from_numpy, found)
+    return everywhere, aligned, met
 
 
 def peel(

@@ -11,8 +11,8 @@ import torch
 from .dense import compensate, mix, uniform
 
 __all__ = [
-    "are_ascending", "bloom_build", "bloom_query", "count_blocks", "index_bitmap", "peel", "put_words", "quantize_all",
-    "quantize_values", "sketch_words",
+    "align_words", "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel",
+    "put_words", "quantize_all", "quantize_values", "sketch_words",
 ]  # fmt: skip
 
 MASK = 0xFFFFFFFF
@@ -109,11 +109,29 @@ def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, 
     return tuple(len(torch.unique_consecutive(positions // n)) for n in lanes)
 
 
+def count_bits(bitmap: torch.Tensor) -> int:
+    return sum(int(np.unpackbits(part.numpy().view(np.uint8)).sum()) for part in bitmap.split(1 << 16))
+
+
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:
     """Block b is bit b mod 32 of word ⌊b/32⌋."""
     bits = np.zeros(-(-blocks // 32) * 32, dtype=np.uint8)
     bits[positions.numpy() // lanes] = 1
     return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4"))
+
+
+def align_words(
+    bitmap: torch.Tensor, words: int, lanes: int, positions: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The words of all blocks that a bitmap marks: their positions, those of a message there (zeros where it has none),
+    and how many of the message's were met."""
+    marked = torch.from_numpy(np.unpackbits(bitmap.numpy().view(np.uint8), bitorder="little"))
+    blocks = torch.nonzero(marked[: -(-words // lanes)]).flatten()
+    everywhere = (blocks[:, None] * lanes + torch.arange(lanes)).flatten()
+    everywhere = everywhere[everywhere < words]
+    own = torch.zeros(words, dtype=torch.int32)
+    own[positions] = values
+    return everywhere, own[everywhere], int(torch.isin(positions, everywhere).sum())
 
 
 def _probe(groups: torch.Tensor, i: int, index_words: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
