@@ -13,6 +13,7 @@ from .word_sums import WordSums
 
 JOB = 16  # bytes that tell a job from all others
 REASON = 400  # bytes of one
+FIRST_ANSWER = 30.0  # seconds until an aggregator that never answered is given up
 PATIENCE = 5.0  # seconds that an aggregator has to answer, where training can go on without it
 
 
@@ -20,26 +21,43 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
     """What sums words there; None where it does not answer all ranks, and they are to go on without it."""
     job = link.gather_short(os.urandom(JOB))[0]
     seconds = timeout or timeout_of(link.group).total_seconds()
-    reason: GradwireError | None = None
-    client = None
+    client = _client(link, address, job, seconds)
+    # All ranks are here, so joining takes as long as the aggregator takes. The rest of the time is for telling.
+    client.patience = min(seconds / 2, PATIENCE if falls_back else FIRST_ANSWER)
+    reason = None
+    try:
+        client.join()
+    except AggregateError as error:
+        reason = error
+    found = _first_reason(link, reason)
+    if not found:
+        client.patience = PATIENCE if falls_back else seconds
+        return ByAggregator(client, link, falls_back)
+    client.close()
+    if not falls_back:
+        raise AggregateError(found) from reason
+    warnings.warn(f"going on over the process group: {found}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def _client(link: Link, address: str, job: bytes, seconds: float) -> InNetwork:
+    """No rank waits for one without a key, an address or native code: that is a mistake, whatever was chosen."""
+    client, mistake = None, None
     try:
         client = InNetwork(address, link.rank, link.world, job, seconds)
-        if falls_back:
-            client.patience = PATIENCE
-        client.join()
     except GradwireError as error:
-        reason = error
+        mistake = error
+    found = _first_reason(link, mistake)
+    if mistake is not None:
+        raise mistake
+    if found:
+        raise AggregateError(found)
+    assert client is not None
+    return client
+
+
+def _first_reason(link: Link, reason: GradwireError | None) -> str:
+    """What the first rank that cannot go on says; empty if all can."""
     text = str(reason).encode()[:REASON] if reason else b""
-    reasons = [other.rstrip(b"\0").decode(errors="replace") for other in link.gather_short(text.ljust(REASON, b"\0"))]
-    if not any(reasons):
-        assert client is not None
-        return ByAggregator(client, link, falls_back)
-    if client is not None:
-        client.close()
-    if reason is not None and not isinstance(reason, AggregateError):  # a mistake here, whatever was chosen
-        raise reason
-    rank, why = next((rank, why) for rank, why in enumerate(reasons) if why)
-    if not falls_back:
-        raise AggregateError(f"rank {rank} could not join the aggregator: {why}") from reason
-    warnings.warn(f"going on over the process group: rank {rank}: {why}", RuntimeWarning, stacklevel=2)
-    return None
+    told = [other.rstrip(b"\0").decode(errors="replace") for other in link.gather_short(text.ljust(REASON, b"\0"))]
+    return next((f"rank {rank} could not join the aggregator: {why}" for rank, why in enumerate(told) if why), "")
