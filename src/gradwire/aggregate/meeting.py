@@ -33,7 +33,13 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
     reasons = [other.rstrip(b"\0").decode(errors="replace") for other in link.gather_short(text.ljust(REASON, b"\0"))]
     if not any(reasons):
         assert client is not None
-        return ByAggregator(client, link, falls_back)
+        if not falls_back:
+            return ByAggregator(client, None)
+        # A group of its own: a rank that has the last sum of a step goes on with other exchanges of the link, while
+        # those that have lost it wait for that rank here.
+        apart = Link.beside(link.group, timeout)
+        apart.roll_call = link.roll_call
+        return ByAggregator(client, apart)
     if client is not None:
         client.close()
     if isinstance(reason, SpecError):  # a mistake, whatever was chosen

@@ -55,9 +55,7 @@ class Summed:
     def __init__(self, mean: Mean, sums: WordSums, world: int):
         self.mean, self.sums, self.world = mean, sums, world
         self.repairs = 0  # exchanges of words that were left
-        self._agreed: dict[
-            Hashable, Agreed
-        ] = {}  # by message: DDP changes its buckets after the first step
+        self._agreed: dict[Hashable, Agreed] = {}  # by message: DDP changes its buckets after the first step
         for recipe in mean.recipes.values():
             if recipe.sums:
                 grid.by_largest(127, _converter(recipe.codec).bits, world)  # a SpecError if they are too many
