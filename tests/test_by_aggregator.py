@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import AggregateError, GradwireError, SpecError
 from gradwire.aggregate import in_network
+from gradwire.aggregate.in_network import InNetwork, Operation
 from gradwire.aggregator.serve import Server
 from gradwire.aggregator.userspace import Userspace
 from ranks import Net, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
@@ -151,6 +152,31 @@ def lost_in_mid_training(rank: int) -> None:
         model.gradwire.detach()
 
 
+def lost_by_some_a_step_earlier(rank: int) -> None:
+    """Rank 0 still had the last sum of a step, and goes on with what is gathered in the next one."""
+    served, last = InNetwork._run, 7
+
+    def run(client: InNetwork, operation: Operation) -> tuple[torch.Tensor, torch.Tensor]:
+        result = served(client, operation) if client.operations <= last else None
+        if result is None or (rank and client.operations == last):
+            raise AggregateError("the aggregator was lost")
+        return result
+
+    spec = {"big.weight": "homomorphic:p=all", "first*": "homomorphic:p=all,bits=8", "*": "topk:p=0.1"}
+    InNetwork._run = run
+    try:
+        with Aggregator(rank) as aggregator, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+            options = {"aggregator": aggregator.address, "aggregator_fallback": True, "timeout": 10}
+            handle = gradwire.ddp.attach(wrapped, spec, **options)
+            steps(wrapped, rank, range(5))
+            check_alike(wrapped.module)
+            handle.detach()
+    finally:
+        InNetwork._run = served
+
+
 def lost_without_a_fallback(rank: int) -> None:
     with Aggregator(rank) as aggregator:
         model = gradwire.DataParallel(Net(), "homomorphic:p=0.05", aggregator=aggregator.address, timeout=4)
@@ -196,8 +222,8 @@ def one_without_native_code(rank: int) -> None:
 
 
 SCENARIOS = [
-    same_as_over_gloo, a_restarted_one_goes_on, without_it, lost_in_mid_training, lost_without_a_fallback, another_key,
-    says_what_is_wrong, one_without_native_code,
+    same_as_over_gloo, a_restarted_one_goes_on, without_it, lost_in_mid_training, lost_by_some_a_step_earlier,
+    lost_without_a_fallback, another_key, says_what_is_wrong, one_without_native_code,
 ]  # fmt: skip
 
 

@@ -99,7 +99,14 @@ def all_nonzero_entries(rank: int) -> None:
 
 
 def nothing_is_lost(rank: int) -> None:
-    for spec in ("homomorphic:p=0.01", "homomorphic:p=0.01,rounds=2", "homomorphic:p=all,rounds=2", "homomorphic:p=all", "homomorphic:p=all,bits=8", "homomorphic:p=0.1,bits=16"):
+    for spec in (
+        "homomorphic:p=0.01",
+        "homomorphic:p=0.01,rounds=2",
+        "homomorphic:p=all,rounds=2",
+        "homomorphic:p=all",
+        "homomorphic:p=all,bits=8",
+        "homomorphic:p=0.1,bits=16",
+    ):
         model = make(spec)
         sent, given = run_steps(model, [gradients(rank, step) for step in range(30)])
         check_kept(model, sent, given)

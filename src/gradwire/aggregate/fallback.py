@@ -33,19 +33,21 @@ class Ticket:
 
 
 class ByAggregator:
-    def __init__(self, aggregator: InNetwork, link: Link, falls_back: bool):
-        self.aggregator, self.link, self.falls_back = aggregator, link, falls_back
+    """`link`: of its own, for what sums words when the aggregator is lost; None: that is an error."""
+
+    def __init__(self, aggregator: InNetwork, link: Link | None):
+        self.aggregator, self.link = aggregator, link
         self._over_link: OverLink | None = None
         self._kept: deque[Ticket] = deque()  # under way, and the last before
         self._started = 0
 
     @property
     def bytes_sent(self) -> int:
-        return self.aggregator.bytes_sent
+        return self.aggregator.bytes_sent + (self.link.bytes_sent if self.link else 0)
 
     @property
     def bytes_received(self) -> int:
-        return self.aggregator.bytes_received
+        return self.aggregator.bytes_received + (self.link.bytes_received if self.link else 0)
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Ticket:
         ticket = Ticket(self._started, or_words, add_words, None)
@@ -54,7 +56,7 @@ class ByAggregator:
             ticket.over_link = self._over_link.start(or_words, add_words)
             return ticket
         ticket.under_way = self.aggregator.start(or_words, add_words)
-        if self.falls_back:
+        if self.link is not None:
             self._kept.append(ticket)
         return ticket
 
@@ -63,9 +65,9 @@ class ByAggregator:
             try:
                 summed = self.aggregator.finish(ticket.under_way)
             except AggregateError as error:
-                if not self.falls_back:
+                if self.link is None:
                     raise
-                self._fall_back(error)
+                self._fall_back(error, self.link)
             else:
                 while self._kept and self._kept[0].number < ticket.number:
                     self._kept.popleft()
@@ -73,12 +75,12 @@ class ByAggregator:
         assert self._over_link is not None
         return self._over_link.finish(ticket.over_link)
 
-    def _fall_back(self, error: AggregateError) -> None:
+    def _fall_back(self, error: AggregateError, link: Link) -> None:
         warnings.warn(f"going on over the process group: {error}", RuntimeWarning, stacklevel=2)
         self.aggregator.close()
         done = self.aggregator.operations
-        first = min(_DONE.unpack(other)[0] for other in self.link.gather_short(_DONE.pack(done)))
-        self._over_link = OverLink(self.link)
+        first = min(_DONE.unpack(other)[0] for other in link.gather_short(_DONE.pack(done)))
+        self._over_link = OverLink(link)
         for ticket in self._kept:
             if ticket.number >= first:
                 again = self._over_link.start(ticket.or_words, ticket.add_words)
@@ -91,3 +93,5 @@ class ByAggregator:
     def close(self) -> None:
         if self._over_link is None:
             self.aggregator.close()
+        if self.link is not None:
+            self.link.close()

@@ -32,12 +32,20 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
     found = _first_reason(link, reason)
     if not found:
         client.patience = PATIENCE if falls_back else seconds
-        return ByAggregator(client, link, falls_back)
+        return ByAggregator(client, _apart(link, timeout) if falls_back else None)
     client.close()
     if not falls_back:
         raise AggregateError(found) from reason
     warnings.warn(f"going on over the process group: {found}", RuntimeWarning, stacklevel=2)
     return None
+
+
+def _apart(link: Link, timeout: float | None) -> Link:
+    """A group of its own: a rank that has the last sum of a step goes on with other exchanges of the link, while those
+    that have lost it wait for that rank here."""
+    apart = Link.beside(link.group, timeout)
+    apart.roll_call = link.roll_call
+    return apart
 
 
 def _client(link: Link, address: str, job: bytes, seconds: float) -> InNetwork:

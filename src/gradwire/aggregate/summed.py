@@ -133,6 +133,8 @@ class Summed:
     def _added_up(
         self, or_words: torch.Tensor, add_words: torch.Tensor
     ) -> Generator[Pause, None, tuple[torch.Tensor, torch.Tensor]]:
+        if not len(or_words) + len(add_words):
+            return or_words, add_words
         self.mean.frame_bytes += or_words.nbytes + add_words.nbytes
         ticket = self.sums.start(or_words, add_words)
         yield Pause(None)

@@ -45,14 +45,15 @@ class OverLink:
         self.link = link
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Ticket:
-        added = add_words.to(self.link.device, copy=True)
-        ored, works = or_words, []
-        if self.link.can_or:
+        ored, added = or_words, add_words.to(self.link.device, copy=True)
+        works = []
+        if len(or_words) and self.link.can_or:
             ored = or_words.clone()
             works.append(self.link.all_reduce(ored, dist.ReduceOp.BOR))
-        else:
+        elif len(or_words):
             ored = self._ored(or_words)
-        works.append(self.link.all_reduce(added))
+        if len(add_words):
+            works.append(self.link.all_reduce(added))
         return Ticket(ored, added, works)
 
     def finish(self, ticket: Ticket) -> tuple[torch.Tensor, torch.Tensor]:
