@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from pathlib import Path
 
@@ -40,8 +41,15 @@ def gradients(rank: int, step: int, density: float = 0.05, scale: float = 1.0) -
     made = {}
     for name, size in SIZES.items():
         values = torch.randn(size, generator=generator) * torch.rand(size, generator=generator) ** 8
-        made[name] = scale * values * (torch.rand(size, generator=generator) < density)
+        kept = torch.rand(size, generator=generator) < (density if size > 100 else 1)
+        made[name] = scale * values * kept
     return made
+
+
+def step_of_grid(name: str, step: int) -> float:
+    """Of 32 bits for three ranks, sixteen times as wide as the largest entry of the step before."""
+    largest = max(float(gradients(rank, max(0, step - 1))[name].abs().max()) for rank in range(WORLD))
+    return 2.0 ** (math.floor(math.log2(largest)) + 1 + 4 - 29)
 
 
 def make(spec: object, wrap: str = "DataParallel", dtype: torch.dtype = torch.float32, **options: object) -> nn.Module:
@@ -94,7 +102,10 @@ def all_nonzero_entries(rank: int) -> None:
             for name, gradient in own.items():
                 true = gradient.double()
                 dist.all_reduce(true)
-                assert torch.allclose(found[name].double(), true / WORLD, atol=2**-24, rtol=2**-23), (wrap, name)
+                error = (found[name].double() - true / WORLD).abs()
+                # What this grid rounds off, and what one before it did, which is sent along.
+                bound = step_of_grid(name, step) / 2 + max(step_of_grid(name, s) for s in range(step + 1)) / 2
+                assert bool((error <= bound + 2**-24 * true.abs()).all()), (wrap, name)
         assert model.gradwire.aggregate == "sum"
 
 
@@ -181,7 +192,7 @@ def beside_other_recipes(rank: int) -> None:
             for name in ("table", "layer"):
                 true = own[name].double()
                 dist.all_reduce(true)
-                assert torch.allclose(found[name].double(), true / WORLD, atol=2**-24, rtol=2**-22), name
+                assert torch.allclose(found[name].double(), true / WORLD, atol=2**-20, rtol=2**-22), name
 
 
 def unused_on_some_ranks(rank: int) -> None:
@@ -193,7 +204,7 @@ def unused_on_some_ranks(rank: int) -> None:
         found = step_of(model, own)
         true = own.get("layer", torch.zeros(SIZES["layer"])).double()
         dist.all_reduce(true)
-        assert torch.allclose(found["layer"].double(), true / WORLD, atol=2**-24, rtol=2**-22)
+        assert torch.allclose(found["layer"].double(), true / WORLD, atol=2**-20, rtol=2**-22)
 
 
 def half_precision(rank: int) -> None:
@@ -240,9 +251,11 @@ def recipes_that_change_places(rank: int) -> None:
 
 
 def trains_and_resumes(rank: int) -> None:
-    def trained(steps: range, state: dict | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A resumed run is the one that never stopped, to the bit, though messages are others in its first step."""
+
+    def trained(spec: str, steps: range, state: dict | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = gradwire.DataParallel(Net(), "homomorphic:p=0.1")
+        model = gradwire.DataParallel(Net(), spec)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if state:
             model.module.load_state_dict(state["model"])
@@ -255,17 +268,19 @@ def trains_and_resumes(rank: int) -> None:
         check_alike(model)
         return model, optimizer
 
-    torch.manual_seed(0)
-    first = float(sum(gathered(float(loss_of(Net(), rank, 0)))))
-    model, optimizer = trained(range(40), None)
-    assert sum(gathered(float(loss_of(model.module, rank, 0)))) < 0.7 * first
-    state = {
-        "model": model.module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "memory": model.gradwire.state_dict(),
-    }
-    assert state["memory"]["steps"] == 40
-    trained(range(40, 44), state)
+    for spec in ("homomorphic:p=0.1", "homomorphic:p=all,bits=8"):
+        torch.manual_seed(0)
+        first = float(sum(gathered(float(loss_of(Net(), rank, 0)))))
+        model, optimizer = trained(spec, range(40), None)
+        assert sum(gathered(float(loss_of(model.module, rank, 0)))) < 0.7 * first
+        state = {
+            "model": model.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "memory": model.gradwire.state_dict(),
+        }
+        assert state["memory"]["steps"] == 40
+        resumed, _ = trained(spec, range(40, 44), state)
+        assert check_alike(resumed) == check_alike(trained(spec, range(44), None)[0]), spec
 
 
 def hierarchical(rank: int) -> None:

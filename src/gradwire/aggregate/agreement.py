@@ -1,11 +1,12 @@
-"""What ranks know of each other's gradients when they sum words (docs/homomorphic.md): the grid and the sizes of the
+"""What ranks know of each other's gradients when they sum words (docs/homomorphic.md): the grids and the sizes of the
 next step, agreed on with the words of this one.
 
-ORed, in front of the index:  8 words  one bit of 256, at the exponent of this rank's largest entry; the last bit if an
-                                       entry is not finite
-Added, in front of the sketch: 1 word  fingerprint of what is sent, the same on all ranks
-                               1 word  2^16·log2 of the root mean square of this rank's entries; 0 if it has none
-                               1 word  1 if it has any
+ORed, in front of the index, for each part:  8 words  one bit of 256, at the exponent of this rank's largest entry; the
+                                                      last bit if an entry is not finite
+Added, in front of the sketch:               1 word   fingerprint of what is sent, the same on all ranks
+       then for each part:                   1 word   2^16·log2 of the root mean square of this rank's entries; 0 if it
+                                                      has none
+                                             1 word   1 if it has any
 """
 
 from __future__ import annotations
@@ -24,85 +25,105 @@ from ..homomorphic import grid as grids
 from ..homomorphic.grid import Grid
 from ..homomorphic.plan import LANES, Plan, choose
 
-EXPONENT_WORDS, ADDED_WORDS = 8, 3
+EXPONENT_WORDS = 8
 NOT_FINITE, LARGEST = 255, 254  # exponents
+HEADROOM = 4  # bits above the last maximum: a gradient that grows sixteenfold in a step is still on the grid
 LOG_UNITS = 2**16
-REMEMBERED = 4  # steps whose largest union counts
+REMEMBERED = 4  # steps whose largest exponents and unions count
 EIGHTHS = tuple(2 ** (i / 8) for i in range(8))  # of an octave, in which a common root mean square is told
 
 
+# ── what is told ──────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass
-class Own:
-    """What this rank is about to send."""
+class Told:
+    """Of a part, by this rank; or by all of them, the logarithms then being a sum."""
 
     exponent: int = 0  # of the largest entry
-    squares: float = 0.0
-    entries: int = 0
+    level: int = 0
+    ranks: int = 0  # that have any entries
 
-    def add(self, exponent: int, squares: float, entries: int) -> None:
-        self.exponent = max(self.exponent, exponent)
-        self.squares += squares
-        self.entries += entries
+    @classmethod
+    def of(cls, exponent: int, squares: float = 0.0, entries: int = 0) -> Told:
+        if exponent == NOT_FINITE or not squares > 0:
+            return cls(exponent)
+        return cls(exponent, round(LOG_UNITS * 0.5 * math.log2(squares / entries)), 1)
 
-    def ored(self) -> torch.Tensor:
-        bits = np.zeros(EXPONENT_WORDS, dtype=np.uint32)
-        bits[self.exponent >> 5] = np.uint32(1 << (self.exponent & 31))
-        return torch.from_numpy(bits.view(np.int32))
 
-    def added(self, fingerprint: int) -> torch.Tensor:
-        has = self.squares > 0 and self.exponent != NOT_FINITE
-        level = round(LOG_UNITS * 0.5 * math.log2(self.squares / self.entries)) if has else 0
-        return torch.from_numpy(np.array([fingerprint, level, int(has)]).astype(np.uint32).view(np.int32))
+def ored_words(told: Sequence[Told]) -> torch.Tensor:
+    bits = np.zeros((len(told), EXPONENT_WORDS), dtype=np.uint32)
+    for row, part in zip(bits, told, strict=True):
+        row[part.exponent >> 5] = 1 << (part.exponent & 31)
+    return torch.from_numpy(bits.reshape(-1).view(np.int32))
+
+
+def added_words(told: Sequence[Told], fingerprint: int) -> torch.Tensor:
+    words = [fingerprint, *(word for part in told for word in (part.level, part.ranks))]
+    return torch.from_numpy(np.array(words, dtype=np.int64).astype(np.uint32).view(np.int32))
+
+
+def heard(ored: torch.Tensor, added: torch.Tensor, parts: int, world: int, fingerprint: int) -> list[Told]:
+    """What all ranks told of each part."""
+    if int(added[0]) & 0xFFFFFFFF != (world * fingerprint) & 0xFFFFFFFF:
+        raise AggregateError(
+            "ranks sent words of different tensors, or of different steps, or on different grids: all ranks must have "
+            "the same model, the same spec and the same version of gradwire, and load the same checkpoint"
+        )
+    bits = np.unpackbits(ored[: parts * EXPONENT_WORDS].numpy().view(np.uint8), bitorder="little").reshape(parts, 256)
+    if not bits.any(axis=1).all():
+        raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
+    largest = 255 - bits[:, ::-1].argmax(axis=1)
+    levels = added[1 : 1 + 2 * parts].view(parts, 2).tolist()
+    return [Told(int(exponent), *level) for exponent, level in zip(largest, levels, strict=True)]
+
+
+# ── what is agreed on: the same on all ranks, always ──────────────────────────────────────────────
 
 
 @dataclass
-class Agreed:
-    """The same on all ranks, always."""
+class Scale:
+    """Of a part, whatever it travels with."""
 
-    world: int
-    bits: int
-    limits: bool  # entries beyond the grid wait in an error memory; otherwise all have to be on it
     exponents: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    largest: int = 0  # exponent of the last exchange
     eighths: int = 0  # the root mean square is 2^(eighths/8)
+
+    def learn(self, told: Told) -> None:
+        if told.exponent or not self.exponents:  # otherwise no rank has anything
+            self.exponents.append(told.exponent)
+        if told.ranks > 0:
+            self.eighths = round(told.level * 8 / (LOG_UNITS * told.ranks))
+
+    def exponent(self, limits: bool) -> int:
+        """What a grid holds: some times the last maximum, if what is beyond can wait; otherwise, all of late."""
+        return min(LARGEST, self.exponents[-1] + HEADROOM if limits else max(self.exponents))
+
+    def grid(self, bits: int, world: int, limits: bool) -> Grid:
+        if limits and bits < 32:
+            return grids.by_rms(math.ldexp(EIGHTHS[self.eighths & 7], self.eighths >> 3), bits, world)
+        return grids.by_largest(self.exponent(limits), bits, world)
+
+    def saved(self) -> torch.Tensor:
+        return torch.tensor([self.eighths, *self.exponents])
+
+    @classmethod
+    def loaded(cls, state: torch.Tensor) -> Scale:
+        eighths, *exponents = state.tolist()
+        return cls(deque(exponents, maxlen=REMEMBERED), eighths)
+
+
+@dataclass
+class Sizes:
+    """Of the unions of a message."""
+
     unions: deque[Mapping[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    guessed: bool = True  # the union, as the sum of what the ranks have
+    guessed: bool = True  # as the sum of what the ranks have
 
-    def take(self, ored: torch.Tensor, added: torch.Tensor, fingerprint: int) -> bool:
-        """What all ranks told; whether their words can be used: they are finite, and on the grid."""
-        if int(added[0]) & 0xFFFFFFFF != (self.world * fingerprint) & 0xFFFFFFFF:
-            raise AggregateError(
-                "ranks sent words of different tensors, or of different steps: all ranks must have the same model, "
-                "the same spec and the same version of gradwire"
-            )
-        present = np.flatnonzero(np.unpackbits(ored[:EXPONENT_WORDS].numpy().view(np.uint8), bitorder="little"))
-        if not len(present):
-            raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
-        self.largest = int(present[-1])
-        if self.largest == NOT_FINITE:
-            return False
-        usable = self.limits or not self.exponents or self.largest <= self.exponent
-        self.exponents.append(self.largest)
-        level, ranks = int(added[1]), int(added[2])
-        if ranks > 0:
-            self.eighths = round(level * 8 / (LOG_UNITS * ranks))
-        return usable
-
-    def learn_union(self, blocks: Mapping[int, int]) -> None:
+    def learn(self, blocks: Mapping[int, int]) -> None:
         if self.guessed:
             self.unions.clear()
         self.guessed = False
         self.unions.append(blocks)
-
-    @property
-    def exponent(self) -> int:
-        """What the grid holds: with an error memory, twice the last maximum; without, all of late."""
-        return min(LARGEST, self.exponents[-1] + 1 if self.limits else max(self.exponents))
-
-    def grid(self) -> Grid:
-        if self.limits and self.bits < 32:
-            return grids.by_rms(math.ldexp(EIGHTHS[self.eighths & 7], self.eighths >> 3), self.bits, self.world)
-        return grids.by_largest(self.exponent, self.bits, self.world)
 
     def plan(self, words: int, lanes: Sequence[int], seed: int) -> Plan:
         """Room for the largest union of late, and some more; in blocks of so many words."""

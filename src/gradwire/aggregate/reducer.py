@@ -325,11 +325,12 @@ class Reducer:
             mean, own = self.mean, state["memory"]
             kept = (name for name, shape in mean.shapes.items() if own_recipe(name, shape.numel(), mean.recipes).decay)
             state["memory"] = {name: own.get(name, torch.zeros(mean.shapes[name])) * self.host.world for name in kept}
-        memory = self.shards.state_dict(self.mean.scale)
-        return {**state, **({"shards": memory} if memory else {})}
+        memory, grids = self.shards.state_dict(self.mean.scale), self.summed.state_dict()
+        return {**state, **({"shards": memory} if memory else {}), **({"grids": grids} if grids else {})}
 
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
         self.mean.load_state_dict(state, names)
+        self.summed.load_state_dict(state.get("grids", {}))
         self.link.at_step(self.mean.steps)
         shards_of = state.get("shards", {})
         if self.aggregate == SCATTER_REDUCE:

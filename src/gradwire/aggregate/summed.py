@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,23 +28,38 @@ from ..homomorphic import code, grid
 from ..homomorphic.grid import Grid
 from ..homomorphic.plan import LANES, Plan
 from ..monitor import Error
-from .agreement import ADDED_WORDS, EXPONENT_WORDS, NOT_FINITE, Agreed, Own, counts_as_words, counts_from_words
+from .agreement import (
+    EXPONENT_WORDS,
+    NOT_FINITE,
+    Scale,
+    Sizes,
+    Told,
+    added_words,
+    counts_as_words,
+    counts_from_words,
+    heard,
+    ored_words,
+)  # fmt: skip
 from .mean import Mean
 from .pieces import Part, Piece, fingerprint
 from .wire_thread import Job, Pause
 from .word_sums import WordSums
 
 WORTH_A_ROUND = 2**14  # words of a sketch
-Exchange = Generator[Pause, None, tuple[torch.Tensor, torch.Tensor] | None]  # positions and sums, if they can be used
+USABLE, SPOILED, OFF_THE_GRID = "usable", "spoiled", "off the grid"  # words that all ranks sent
+NO_POSITIONS, NO_WORDS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+Found = tuple[torch.Tensor, torch.Tensor]  # positions, and the sums there
+NOTHING: Found = (NO_POSITIONS, NO_WORDS)
+Exchange = Generator[Pause, None, tuple[str, Found]]
 
 
 @dataclass
 class Words:
-    """This rank's nonzero words of a message, and what it tells the others of them."""
+    """This rank's nonzero words of a message, and what it tells the others of each part."""
 
     positions: torch.Tensor
     values: torch.Tensor
-    own: Own
+    told: list[Told]
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The words there, zeros among them."""
@@ -60,7 +75,8 @@ class Summed:
     def __init__(self, mean: Mean, sums: WordSums, world: int):
         self.mean, self.sums, self.world = mean, sums, world
         self.repairs = 0  # exchanges of words that were left
-        self._agreed: dict[Hashable, Agreed] = {}  # by message: DDP changes its buckets after the first step
+        self._scales: dict[str, Scale] = {}  # by part, so that a mean does not depend on what it travels with
+        self._sizes: dict[Hashable, Sizes] = {}  # by message: DDP changes its buckets after the first step
         for recipe in mean.recipes.values():
             if recipe.sums:
                 grid.by_largest(127, _converter(recipe.codec).bits, world)  # a SpecError if they are too many
@@ -75,60 +91,78 @@ class Summed:
             return
         # Where all that is not zero is sent, nothing is of a gradient that is.
         given = [part.name not in missing and (message.top is None or present(part)) for part in parts]
-        agreed = self._agreed.get((key, message.layout))
-        if agreed is None:
-            agreed = self._first(key, message, given)
-        while agreed is not None:
-            start = time.perf_counter()
-            used = agreed.grid()
-            plan = agreed.plan(message.words, message.lanes, zlib.crc32(f"{key} {self.mean.steps}".encode()))
-            words = message.encode(given, used)
-            self.mean.encode_s += time.perf_counter() - start
-            exchange = self._aligned if _in_two_rounds(message, plan) else self._sketched
-            found = yield from exchange(agreed, plan, message, words)
-            if found is not None:
-                agreed.learn_union(code.blocks(found[0], message.words))
-                message.put(*found, used, self.world)
-                break
-            if agreed.largest == NOT_FINITE:
-                message.spoil()
-                break
+        if self._knows(key, message) or self._ask(key, message, given):
+            yield from self._exchange(key, message, given)
         for part in parts:
             touch(part)
 
-    def _sketched(self, agreed: Agreed, plan: Plan, message: _Message, words: Words) -> Exchange:
+    def _exchange(self, key: Hashable, message: _Message, given: Sequence[bool]) -> Job:
+        sizes = self._sizes[key, message.layout]
+        while True:
+            start = time.perf_counter()
+            scales = [self._scales[part.key] for part in message.parts]
+            used = [scale.grid(message.converter.bits, self.world, message.limits) for scale in scales]
+            message.settle(scales)
+            plan = sizes.plan(message.words, message.lanes, zlib.crc32(f"{key} {self.mean.steps}".encode()))
+            words = message.encode(given, used)
+            self.mean.encode_s += time.perf_counter() - start
+            way = self._aligned if _in_two_rounds(message, plan) else self._sketched
+            outcome, found = yield from way(plan, message, words)
+            if outcome == SPOILED:
+                message.spoil()
+            elif outcome == USABLE:
+                sizes.learn(code.blocks(found[0], message.words))
+                message.put(*found, used, self.world)
+            if outcome != OFF_THE_GRID:
+                break
+
+    def _sketched(self, plan: Plan, message: _Message, words: Words) -> Exchange:
         """Index and sketch go out together."""
         start = time.perf_counter()
         index, sketch = code.encode(plan, words.positions, words.values)
-        told, added = torch.cat([words.own.ored(), index]), torch.cat([words.own.added(message.print), sketch])
+        told = torch.cat([ored_words(words.told), index]), torch.cat([added_words(words.told, message.print), sketch])
         self.mean.encode_s += time.perf_counter() - start
-        ored, added = yield from self._added_up(told, added)
-        if not agreed.take(ored, added, message.print):
-            return None
+        ored, added = yield from self._added_up(*told)
+        outcome = self._listen(message, ored, added)
+        if outcome != USABLE:
+            return outcome, NOTHING
         start = time.perf_counter()
-        decoded = code.decode(plan, ored[EXPONENT_WORDS:], added[ADDED_WORDS:])
+        decoded = code.decode(plan, ored[message.ored :], added[message.added :])
         self.mean.decode_s += time.perf_counter() - start
         if not decoded.consistent:
             raise AggregateError("index and sketch do not belong together: the sum of the ranks was damaged")
-        return self._complete(decoded, words)
+        return outcome, self._complete(decoded, words)
 
-    def _aligned(self, agreed: Agreed, plan: Plan, message: _Message, words: Words) -> Exchange:
+    def _aligned(self, plan: Plan, message: _Message, words: Words) -> Exchange:
         """The index first; then all ranks know the union, and add up its words as they are."""
         start = time.perf_counter()
-        told = torch.cat([words.own.ored(), code.index_of(plan, words.positions)])
+        told = torch.cat([ored_words(words.told), code.index_of(plan, words.positions)])
         self.mean.encode_s += time.perf_counter() - start
-        ored, added = yield from self._added_up(told, words.own.added(message.print))
-        if not agreed.take(ored, added, message.print):
-            return None
+        ored, added = yield from self._added_up(told, added_words(words.told, message.print))
+        outcome = self._listen(message, ored, added)
+        if outcome != USABLE:
+            return outcome, NOTHING
         start = time.perf_counter()
         try:
-            everywhere, own = code.align(plan, ored[EXPONENT_WORDS:], words.positions, words.values)
+            everywhere, own = code.align(plan, ored[message.ored :], words.positions, words.values)
         except GradwireError as error:
             raise AggregateError(f"the sum of the ranks was damaged: {error}") from error
         self.mean.encode_s += time.perf_counter() - start
         _, added = yield from self._added_up(told[:0], own)
         here = added != 0
-        return (everywhere, added) if bool(here.all()) else (everywhere[here], added[here])
+        return outcome, (everywhere, added) if bool(here.all()) else (everywhere[here], added[here])
+
+    def _listen(self, message: _Message, ored: torch.Tensor, added: torch.Tensor) -> str:
+        """What all ranks told of the parts, for the next step; and whether their words can be used."""
+        told = heard(ored, added, len(message.parts), self.world, message.print)
+        if any(part.exponent == NOT_FINITE for part in told):
+            return SPOILED
+        scales = [self._scales[part.key] for part in message.parts]
+        held = [scale.exponent(message.limits) for scale in scales]
+        for scale, part in zip(scales, told, strict=True):
+            scale.learn(part)
+        beyond = any(part.exponent > most for part, most in zip(told, held, strict=True))
+        return OFF_THE_GRID if beyond and not message.limits else USABLE
 
     def _added_up(
         self, or_words: torch.Tensor, add_words: torch.Tensor
@@ -140,20 +174,36 @@ class Summed:
         yield Pause(None)
         return self.sums.finish(ticket)
 
-    def _first(self, key: Hashable, message: _Message, given: Sequence[bool]) -> Agreed | None:
-        """Ask before the first step what every other one tells; None if that is not finite."""
-        agreed = Agreed(self.world, message.converter.bits, bool(message.recipe.decay))
-        own, counts = message.survey(given)
-        ored, added = self.sums.finish(
-            self.sums.start(own.ored(), torch.cat([own.added(message.print), counts_as_words(counts)]))
+    def _knows(self, key: Hashable, message: _Message) -> bool:
+        return (key, message.layout) in self._sizes and all(part.key in self._scales for part in message.parts)
+
+    def _ask(self, key: Hashable, message: _Message, given: Sequence[bool]) -> bool:
+        """Before the first step: what every other one tells. False if that is not finite."""
+        message.settle([])
+        told, counts = message.survey(given)
+        ticket = self.sums.start(
+            ored_words(told), torch.cat([added_words(told, message.print), counts_as_words(counts)])
         )
-        agreed.take(ored, added, message.print)
-        if agreed.largest == NOT_FINITE:
+        ored, added = self.sums.finish(ticket)
+        everyone = heard(ored, added, len(message.parts), self.world, message.print)
+        if any(part.exponent == NOT_FINITE for part in everyone):
             message.spoil()
-            return None
-        agreed.unions.append(counts_from_words(added[ADDED_WORDS:].tolist()))
-        self._agreed[key, message.layout] = agreed
-        return agreed
+            return False
+        for part, told_of_it in zip(message.parts, everyone, strict=True):
+            if part.key not in self._scales:  # a checkpoint may have brought it
+                self._scales[part.key] = Scale()
+                self._scales[part.key].learn(told_of_it)
+        sizes = self._sizes[key, message.layout] = Sizes()
+        sizes.unions.append(counts_from_words(added[message.added :].tolist()))
+        return True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The scales that the next step goes by, so that a resumed run is the same to the bit."""
+        return {key: scale.saved() for key, scale in self._scales.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._scales = {key: Scale.loaded(saved) for key, saved in state.items()}
+        self._sizes.clear()
 
     def _complete(self, decoded: code.Decoded, words: Words) -> tuple[torch.Tensor, torch.Tensor]:
         """With what could not be peeled, which all ranks know alike."""
@@ -176,8 +226,10 @@ class _Message:
         self.recipe = mean.own_recipe(parts[0])
         self.converter = _converter(self.recipe.codec)
         self.top = None if self.converter.p is None else TopK(self.converter.p)
+        self.limits = bool(self.recipe.decay)  # what is beyond a grid waits in an error memory
         self.layout = fingerprint([Piece(self.recipe, self.recipe.codec, list(parts))])
-        self.print = self.layout ^ mean.steps & 0xFFFFFFFF
+        self.print = 0
+        self.ored, self.added = EXPONENT_WORDS * len(parts), 1 + 2 * len(parts)  # words in front of index and sketch
         per_word = 32 // self.converter.bits
         ends = np.cumsum([-(-part.size // per_word) for part in parts])
         self.edges = [0, *ends.tolist()]
@@ -188,22 +240,26 @@ class _Message:
         """Of blocks. The largest entries are few, however they lie; how many blocks they fill varies."""
         return LANES if self.top is None else LANES[:1]
 
-    def encode(self, given: Sequence[bool], used: Grid) -> Words:
-        own = Own()
-        positions, values = [], []
-        for part, start, here in zip(self.parts, self.edges, given, strict=False):
+    def settle(self, scales: Sequence[Scale]) -> None:
+        """What is sent is told apart from all else by its layout, the step and the grids."""
+        text = f"{self.layout} {self.mean.steps} {[scale.saved().tolist() for scale in scales]}"
+        self.print = zlib.crc32(text.encode())
+
+    def encode(self, given: Sequence[bool], used: Sequence[Grid]) -> Words:
+        told, positions, values = [], [NO_POSITIONS], [NO_WORDS]
+        for part, start, here, grid_of_part in zip(self.parts, self.edges, given, used, strict=False):
             if here:
-                at, words = self._encode_part(part, *self._sources(part), used, own)
+                at, words, own = self._encode_part(part, *self._sources(part), grid_of_part)
                 positions.append(at + start)
                 values.append(words)
-        if own.exponent == NOT_FINITE or not positions:
-            return Words(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), own)
-        return Words(torch.cat(positions), torch.cat(values), own)
+            told.append(own if here else Told())
+        if any(part.exponent == NOT_FINITE for part in told):
+            return Words(NO_POSITIONS, NO_WORDS, told)
+        return Words(torch.cat(positions), torch.cat(values), told)
 
     def _encode_part(
-        self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None, used: Grid,
-        own: Own,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None, used: Grid
+    ) -> tuple[torch.Tensor, torch.Tensor, Told]:
         # A mean beyond the range of the tensor's dtype would be infinite: what is beyond it waits, too.
         most = int(min(used.most, torch.finfo(part.tensor.dtype).max / used.step))
         seed = None
@@ -213,17 +269,15 @@ class _Message:
             at, words, exponent, squares = kernels.quantize_all(
                 gradient, before, after, self.recipe.decay, used.step, most, used.bits, seed
             )
-            own.add(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size)
             self._measure(part, gradient, before, after)
-            return at, words
+            return at, words, Told.of(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size)
         try:
             at, chosen = self.top.select(Source(gradient, gradient, before, after, self.recipe.decay))
         except NonFinite:
-            own.add(NOT_FINITE, 0.0, 0)
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+            return NO_POSITIONS, NO_WORDS, Told.of(NOT_FINITE)
         if used.bits == 32:
             words, sent = kernels.quantize_values(chosen, used.step, most, seed)
-            own.add(exponent_of(float(chosen.abs().max())) if len(chosen) else 0, 0.0, 0)
+            told = Told.of(exponent_of(float(chosen.abs().max())) if len(chosen) else 0)
             if after is not None:
                 kernels.scatter(after, at, -sent, True)
         else:  # neighbours share words
@@ -233,12 +287,12 @@ class _Message:
             at, words, exponent, squares = kernels.quantize_all(
                 alone, None, None, 1.0, used.step, most, used.bits, seed
             )
-            own.add(exponent, squares, entries)
+            told = Told.of(exponent, squares, entries)
             if after is not None:
                 kernels.put_words(sent, at, words, used.bits, used.step)
                 after.sub_(sent)
         self._measure(part, gradient, before, after)
-        return at, words
+        return at, words, told
 
     def _sources(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         gradient = part.entries.reshape(-1).float()
@@ -247,16 +301,17 @@ class _Message:
         before, after = self.mean.residual.buffers(part.name, part.tensor)
         return gradient, part.of(before).view(-1), part.of(after).view(-1)
 
-    def survey(self, given: Sequence[bool]) -> tuple[Own, dict[int, int]]:
+    def survey(self, given: Sequence[bool]) -> tuple[list[Told], dict[int, int]]:
         """What the ranks have to know of this one before they send anything."""
-        own, counts = Own(), dict.fromkeys(LANES, 0)
+        told, counts = [], dict.fromkeys(LANES, 0)
         for part, start, here in zip(self.parts, self.edges, given, strict=False):
             if not here:
+                told.append(Told())
                 continue
             gradient, before, _ = self._sources(part)
             u = kernels.compensate(gradient, before, self.recipe.decay) if before is not None else gradient
-            own.add(exponent_of(kernels.absmax(gradient)), 0.0, 0)  # u is limited to finite numbers
-            own.add(exponent_of(kernels.absmax(u)), float(u.double().square().sum()), int(u.count_nonzero()))
+            exponents = (exponent_of(kernels.absmax(t)) for t in (gradient, u))  # u is limited to finite numbers
+            told.append(Told.of(max(exponents), float(u.double().square().sum()), int(u.count_nonzero())))
             if self.top is not None and part.tensor.numel() >= WHOLE:
                 most = self.top.count(part.size) or part.size
                 counts = {lanes: count + most for lanes, count in counts.items()}
@@ -264,7 +319,7 @@ class _Message:
                 at = torch.nonzero(gradient).flatten() // (32 // self.converter.bits)
                 here_too = code.blocks(at.unique_consecutive() + start, self.words)
                 counts = {lanes: count + here_too[lanes] for lanes, count in counts.items()}
-        return own, counts
+        return told, counts
 
     def _measure(
         self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None
@@ -282,7 +337,7 @@ class _Message:
         for part in self.parts:
             part.entries.fill_(float("nan"))
 
-    def put(self, positions: torch.Tensor, values: torch.Tensor, used: Grid, world: int) -> None:
+    def put(self, positions: torch.Tensor, values: torch.Tensor, used: Sequence[Grid], world: int) -> None:
         start = time.perf_counter()
         cuts = torch.searchsorted(positions, torch.tensor(self.edges)).tolist()
         for i, part in enumerate(self.parts):
@@ -290,7 +345,7 @@ class _Message:
             out = own.view(-1) if own.dtype == torch.float32 else torch.empty(part.size)
             out.zero_()
             at = slice(cuts[i], cuts[i + 1])
-            kernels.put_words(out, positions[at] - self.edges[i], values[at], used.bits, used.step / world)
+            kernels.put_words(out, positions[at] - self.edges[i], values[at], used[i].bits, used[i].step / world)
             if own.dtype != torch.float32:
                 own.copy_(out.view(own.shape))
         self.mean.decode_s += time.perf_counter() - start
