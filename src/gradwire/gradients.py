@@ -54,6 +54,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATIONS:
             raise unknown_name("aggregation", self.aggregate, AGGREGATIONS)
+        if self.aggregator_fallback and self.aggregator is None:
+            raise SpecError("aggregator_fallback goes with aggregator='host:port', which is missing")
         if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
             raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):

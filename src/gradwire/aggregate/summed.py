@@ -246,15 +246,19 @@ class _Message:
         self.print = zlib.crc32(text.encode())
 
     def encode(self, given: Sequence[bool], used: Sequence[Grid]) -> Words:
-        told, positions, values = [], [NO_POSITIONS], [NO_WORDS]
+        told: list[Told] = []
+        positions: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for part, start, here, grid_of_part in zip(self.parts, self.edges, given, used, strict=False):
             if here:
                 at, words, own = self._encode_part(part, *self._sources(part), grid_of_part)
                 positions.append(at + start)
                 values.append(words)
             told.append(own if here else Told())
-        if any(part.exponent == NOT_FINITE for part in told):
+        if not positions or any(part.exponent == NOT_FINITE for part in told):
             return Words(NO_POSITIONS, NO_WORDS, told)
+        if len(positions) == 1:
+            return Words(positions[0], values[0].clone(), told)  # kernels use their buffers again
         return Words(torch.cat(positions), torch.cat(values), told)
 
     def _encode_part(
@@ -344,8 +348,9 @@ class _Message:
             own = part.entries
             out = own.view(-1) if own.dtype == torch.float32 else torch.empty(part.size)
             out.zero_()
-            at = slice(cuts[i], cuts[i + 1])
-            kernels.put_words(out, positions[at] - self.edges[i], values[at], used[i].bits, used[i].step / world)
+            at, edge = slice(cuts[i], cuts[i + 1]), self.edges[i]
+            places = positions[at] - edge if edge else positions[at]
+            kernels.put_words(out, places, values[at], used[i].bits, used[i].step / world)
             if own.dtype != torch.float32:
                 own.copy_(out.view(own.shape))
         self.mean.decode_s += time.perf_counter() - start

@@ -27,6 +27,8 @@ def most_of(bits: int, world: int) -> int:
     """The largest |q| of a worker, such that the sum of all has its place."""
     if bits not in BITS:
         raise SpecError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
+    if world < 1:
+        raise SpecError(f"there must be a worker at least, not {world}")
     most = (2 ** (bits - 1) - 1) // world
     if most < 1:
         enough = min(b for b in BITS if (2 ** (b - 1) - 1) // world)
