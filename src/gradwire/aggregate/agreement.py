@@ -23,12 +23,13 @@ import torch
 from ..errors import AggregateError
 from ..homomorphic import grid as grids
 from ..homomorphic.grid import Grid
-from ..homomorphic.plan import LANES, Plan, choose
+from ..homomorphic.plan import LANES, Plan, choose, choose_index
 
 EXPONENT_WORDS = 8
 NOT_FINITE, LARGEST = 255, 254  # exponents
 HEADROOM = 4  # bits above the last maximum: a gradient that grows sixteenfold in a step is still on the grid
 LOG_UNITS = 2**16
+FILTER_ROOM = 2  # times the largest union of late, for a filter that would be useless if it were full
 REMEMBERED = 4  # steps whose largest exponents and unions count
 EIGHTHS = tuple(2 ** (i / 8) for i in range(8))  # of an octave, in which a common root mean square is told
 
@@ -131,6 +132,12 @@ class Sizes:
         rooms = tuple((n, min(_with_room(count), -(-words // n))) for n, count in most.items())
         return replace(_plan(words, rooms), seed=seed)
 
+    def index_plan(self, words: int, lanes: Sequence[int], most: int | None, seed: int) -> Plan:
+        """Where there is no sketch; the union has at most so many words, if that is known."""
+        expected = {n: max(union[n] for union in self.unions) for n in lanes}
+        rooms = tuple((n, min(_with_room(count), -(-words // n))) for n, count in expected.items())
+        return replace(_index_plan(words, rooms, most), seed=seed)
+
 
 def _with_room(count: int) -> int:
     """A few percent more; of few different sizes, so that plans are met again."""
@@ -142,6 +149,12 @@ def _with_room(count: int) -> int:
 @lru_cache(maxsize=4096)
 def _plan(words: int, rooms: tuple[tuple[int, int], ...]) -> Plan:
     return choose(words, dict(rooms), 0)
+
+
+@lru_cache(maxsize=4096)
+def _index_plan(words: int, rooms: tuple[tuple[int, int], ...], most: int | None) -> Plan:
+    held = {lanes: FILTER_ROOM * count if most is None else most for lanes, count in rooms}
+    return choose_index(words, dict(rooms), held, 0)
 
 
 def counts_as_words(counts: Mapping[int, int]) -> torch.Tensor:

@@ -106,7 +106,10 @@ class Summed:
             plan = sizes.plan(message.words, message.lanes, zlib.crc32(f"{key} {self.mean.steps}".encode()))
             words = message.encode(given, used)
             self.mean.encode_s += time.perf_counter() - start
-            way = self._aligned if _in_two_rounds(message, plan) else self._sketched
+            way = self._sketched
+            if _in_two_rounds(message, plan):
+                plan = sizes.index_plan(message.words, message.lanes, message.most_words(self.world), plan.seed)
+                way = self._sketched if plan.index == "dense" else self._aligned
             outcome, found = yield from way(plan, message, words)
             if outcome == SPOILED:
                 message.spoil()
@@ -239,6 +242,16 @@ class _Message:
     def lanes(self) -> Sequence[int]:
         """Of blocks. The largest entries are few, however they lie; how many blocks they fill varies."""
         return LANES if self.top is None else LANES[:1]
+
+    def most_words(self, world: int) -> int | None:
+        """That a union can have, where each rank selects a few."""
+        if self.top is None:
+            return None
+        most = 0
+        for part, start, end in zip(self.parts, self.edges, self.edges[1:], strict=False):
+            selected = self.top.count(part.size) if part.tensor.numel() >= WHOLE else None
+            most += end - start if selected is None else min(end - start, world * selected)
+        return most
 
     def settle(self, scales: Sequence[Scale]) -> None:
         """What is sent is told apart from all else by its layout, the step and the grids."""

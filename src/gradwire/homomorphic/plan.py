@@ -15,6 +15,7 @@ MOST_CELLS = 2**32 - 1
 MOST_PROBES = 24
 LONGEST_SEGMENT = 16  # log2: hashes have 16 bits for each place
 # What takes more time has to be shorter by a part: fewer lanes by 6%, a Bloom filter by a third.
+NO_SKETCH = (4, 0)  # the least there is
 SHORTER = {"bitmap": (15, 16), "bloom": (2, 3)}
 
 # From so many blocks on: cells for a thousand of them (but four segments), log2 of the cells of a segment. Where blocks
@@ -92,6 +93,31 @@ def choose(words: int, blocks: Mapping[int, int], seed: int) -> Plan:
     return best
 
 
+def choose_index(words: int, blocks: Mapping[int, int], held: Mapping[int, int], seed: int) -> Plan:
+    """The shortest plan where words are added up without a sketch, once all indexes are known: for a union of so many
+    `blocks` as expected, and a Bloom filter that stands as many as `held`. (Beyond that it is soon full, and says of
+    all blocks that they are there, where a bitmap is what it is.)"""
+    best, fewest = Plan(words, 1, "dense", 0, 0, 0, 0, seed), words
+    for index in ("bitmap", "bloom"):
+        before, (part, whole) = fewest, SHORTER[index]
+        for lanes, union in sorted(blocks.items(), reverse=True) if words else ():
+            count = -(-words // lanes)
+            if index == "bitmap":
+                sizes = [(-(-count // 32), 0, 0)]
+            else:
+                sizes = [(filter_words(max(1, held[lanes]), k), k, count >> k) for k in range(1, MOST_PROBES + 1)]
+            for index_words, probes, false in sizes:
+                total = index_words + min(count, union + false) * lanes
+                if total * whole < before * part and total < fewest:
+                    best, fewest = Plan(words, lanes, index, index_words, probes, *NO_SKETCH, seed), total
+    return best
+
+
+def filter_words(blocks: int, probes: int) -> int:
+    """Half of the bits are set where there are 1/ln 2 = 1.4427 bits for each probe of a block."""
+    return -(-blocks * probes * 14427 // 320000)
+
+
 def _bitmap(words: int, lanes: int, union: int, seed: int) -> Plan:
     count = -(-words // lanes)
     return Plan(words, lanes, "bitmap", -(-count // 32), 0, *segments_for(union), seed)
@@ -101,8 +127,7 @@ def _bloom(words: int, lanes: int, union: int, seed: int) -> Plan:
     """With the number of probes that makes filter and sketch, false positives included, shortest."""
     count, plans = -(-words // lanes), []
     for probes in range(1, MOST_PROBES + 1):
-        # Half of the bits are set where there are 1/ln 2 = 1.4427 bits for each probe of a block.
-        index_words = -(-union * probes * 14427 // 320000)
+        index_words = filter_words(union, probes)
         false = (count - union) >> probes
         false += 16 * math.isqrt(false)  # it varies, and by 32 at a time where whole groups are set
         segments = segments_for(min(count, union + false))
