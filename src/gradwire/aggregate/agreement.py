@@ -126,17 +126,19 @@ class Sizes:
         self.guessed = False
         self.unions.append(blocks)
 
-    def plan(self, words: int, lanes: Sequence[int], seed: int) -> Plan:
-        """Room for the largest union of late, and some more; in blocks of so many words."""
-        most = {n: max(union[n] for union in self.unions) for n in lanes}
-        rooms = tuple((n, min(_with_room(count), -(-words // n))) for n, count in most.items())
+    def plan(self, words: int, lanes: Sequence[int], most: int | None, seed: int) -> Plan:
+        """Room for the most words that the union can have, if that is known; otherwise for the largest union of late,
+        and some more."""
+        rooms = ((1, most),) if most is not None else self._rooms(words, lanes)
         return replace(_plan(words, rooms), seed=seed)
 
+    def _rooms(self, words: int, lanes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        largest = {n: max(union[n] for union in self.unions) for n in lanes}
+        return tuple((n, min(_with_room(count), -(-words // n))) for n, count in largest.items())
+
     def index_plan(self, words: int, lanes: Sequence[int], most: int | None, seed: int) -> Plan:
-        """Where there is no sketch; the union has at most so many words, if that is known."""
-        expected = {n: max(union[n] for union in self.unions) for n in lanes}
-        rooms = tuple((n, min(_with_room(count), -(-words // n))) for n, count in expected.items())
-        return replace(_index_plan(words, rooms, most), seed=seed)
+        """The same where there is no sketch."""
+        return replace(_index_plan(words, self._rooms(words, lanes), most), seed=seed)
 
 
 def _with_room(count: int) -> int:

@@ -103,12 +103,13 @@ class Summed:
             scales = [self._scales[part.key] for part in message.parts]
             used = [scale.grid(message.converter.bits, self.world, message.limits) for scale in scales]
             message.settle(scales)
-            plan = sizes.plan(message.words, message.lanes, zlib.crc32(f"{key} {self.mean.steps}".encode()))
+            most, seed = message.most_words(self.world), zlib.crc32(f"{key} {self.mean.steps}".encode())
+            plan = sizes.plan(message.words, message.lanes, most, seed)
             words = message.encode(given, used)
             self.mean.encode_s += time.perf_counter() - start
             way = self._sketched
             if _in_two_rounds(message, plan):
-                plan = sizes.index_plan(message.words, message.lanes, message.most_words(self.world), plan.seed)
+                plan = sizes.index_plan(message.words, message.lanes, most, seed)
                 way = self._sketched if plan.index == "dense" else self._aligned
             outcome, found = yield from way(plan, message, words)
             if outcome == SPOILED:
