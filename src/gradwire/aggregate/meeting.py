@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 
+from ..aggregator.packets import JOB_BYTES
 from ..errors import AggregateError, GradwireError
 from .fallback import ByAggregator
 from .in_network import InNetwork
 from .link import Link, timeout_of
 from .word_sums import WordSums
 
-JOB = 16  # bytes that tell a job from all others
 REASON = 400  # bytes of one
 FIRST_ANSWER = 30.0  # seconds until an aggregator that never answered is given up
 PATIENCE = 5.0  # seconds that an aggregator has to answer, where training can go on without it
@@ -19,7 +19,7 @@ PATIENCE = 5.0  # seconds that an aggregator has to answer, where training can g
 
 def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | None) -> WordSums | None:
     """What sums words there; None where it does not answer all ranks, and they are to go on without it."""
-    job = link.gather_short(os.urandom(JOB))[0]
+    job = link.gather_short(os.urandom(JOB_BYTES))[0]
     seconds = timeout or timeout_of(link.group).total_seconds()
     client = _client(link, address, job, seconds)
     # All ranks are here, so joining takes as long as the aggregator takes. The rest of the time is for telling.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -17,10 +16,11 @@ from .. import kernels
 from ..errors import FrameError, GradwireError
 from ..fields import Reader, varint
 from ..homomorphic import code
-from ..homomorphic.grid import BITS, Grid, by_largest, by_rms
+from ..homomorphic.grid import BITS, Grid, by_largest, by_rms, exponent_of
 from ..homomorphic.plan import INDEXES, LANES, MOST_CELLS, MOST_WORDS, Plan, choose
 from ..wire import HOMOMORPHIC, Header
 from .job import Converter, Job, NonFinite, combine, limit_to, require_finite
+from .topk import TopK
 
 WHOLE = 4096  # entries: of smaller tensors, all are sent
 TRIES = 8  # of other seeds, before the sketch grows
@@ -39,12 +39,10 @@ class Homomorphic(Converter):
         job.require_finite()
         u = job.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
-        sent_all = self.p is None or job.count < WHOLE
-        if sent_all:  # an entry whose gradient is zero is not sent, and its memory waits
+        if self.p is None or job.count < WHOLE:  # an entry whose gradient is zero is not sent, and its memory waits
             chosen = torch.nonzero(job.gradient).flatten()
         else:
-            count = min(job.count, math.ceil(Fraction(repr(self.p)) * job.count))
-            chosen = kernels.select(u, None, None, 1.0, count)[1]
+            chosen = kernels.select(u, None, None, 1.0, TopK(self.p).count(job.count))[1]
         entries = torch.zeros_like(u)
         entries[chosen] = u[chosen]
         grid = self._grid(u[chosen])
@@ -67,7 +65,7 @@ class Homomorphic(Converter):
         if self.bits < 32 and not self.stochastic:
             mean = float(np.square(values.double().numpy()).mean()) if values.numel() else 0.0
             return by_rms(math.sqrt(mean), self.bits, 1)
-        return by_largest(int(torch.tensor([kernels.absmax(values)]).view(torch.int32)) >> 23, self.bits, 1)
+        return by_largest(exponent_of(kernels.absmax(values)), self.bits, 1)
 
 
 def _write(positions: torch.Tensor, words: torch.Tensor, count: int, grid: Grid) -> bytes:

@@ -23,6 +23,11 @@ class Grid:
     bits: int
 
 
+def exponent_of(largest: float) -> int:
+    """Of a magnitude as fp32 has it: 0 for what is tiny, 255 for what is not finite."""
+    return int(np.float32(largest).view(np.uint32)) >> 23
+
+
 def most_of(bits: int, world: int) -> int:
     """The largest |q| of a worker, such that the sum of all has its place."""
     if bits not in BITS:

@@ -14,8 +14,8 @@ MOST_WORDS = 2**31  # of a message
 MOST_CELLS = 2**32 - 1
 MOST_PROBES = 24
 LONGEST_SEGMENT = 16  # log2: hashes have 16 bits for each place
+NO_SKETCH = (4, 0)  # segments, log2 of their cells: the least there is
 # What takes more time has to be shorter by a part: fewer lanes by 6%, a Bloom filter by a third.
-NO_SKETCH = (4, 0)  # the least there is
 SHORTER = {"bitmap": (15, 16), "bloom": (2, 3)}
 
 # From so many blocks on: cells for a thousand of them (but four segments), log2 of the cells of a segment. Where blocks
