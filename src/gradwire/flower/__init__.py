@@ -1,0 +1,1 @@
+"""Federated learning on Flower: `compress`, a mod for clients, and `Compressed`, a wrapper for strategies."""

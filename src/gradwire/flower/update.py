@@ -1,0 +1,150 @@
+"""An update as bytes: which tensors each frame carries, and the frames. docs/flower.md has every byte.
+
+Knows tensors and their names, and nothing of Flower; `message.py` puts the head before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .. import codecs, kernels, wire
+from ..aggregate.mean import Mean
+from ..aggregate.message import PREFIX
+from ..aggregate.pieces import Spec, whole
+from ..catalogue import recipe
+from ..codecs import CONVERTIBLE
+from ..errors import FrameError, GradwireError
+from ..fields import Reader, varint
+
+Tensors = Mapping[str, torch.Tensor]
+STATISTICS = ("*running_mean", "*running_var")  # of batch normalization: lossy steps would make them negative
+MOST_FRAMES = 2**20
+
+
+@dataclass
+class Encoded:
+    """An update on its way, and what it leaves out."""
+
+    data: bytes
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, of tensors whose recipe remembers
+
+
+def full_spec(spec: Spec) -> Spec:
+    """The spec of all tensors of a model, where a single recipe was given."""
+    return spec if isinstance(spec, Mapping) else {**dict.fromkeys(STATISTICS, "bf16"), "*": spec}
+
+
+def encode(
+    differences: Tensors, values: Tensors, names: Sequence[str], spec: Spec, memory: Tensors | None = None,
+    steps: int = 0, seed: int = 0,
+) -> Encoded:  # fmt: skip
+    """Table and frames of an update: float `differences`, lossy by `spec`, and `values` as they are.
+
+    `names` are all names of the model in its order, `memory` is what earlier updates left out, `steps` how many
+    there were, and `seed` differs between clients.
+    """
+    numbers = {name: i for i, name in enumerate(names)}
+    mean = Mean(full_spec(spec))
+    mean.rank, mean.steps = seed, steps
+    mean.residual.load_state_dict({"memory": dict(memory or {})})
+    tensors = [(name, t.detach().float().contiguous()) for name, t in differences.items() if t.numel()]
+    for name, tensor in tensors:
+        if not np.isfinite(kernels.absmax(tensor.view(-1))):
+            raise GradwireError(f"the update of {name!r} holds a NaN or an infinity: the training has diverged")
+    mean.know_model(tensors)
+    # What did not change and has nothing left in memory would only cost a header.
+    moved = [(name, t) for name, t in tensors if name in mean.residual.memory or kernels.absmax(t.view(-1))]
+    pieces = mean.divide(whole(moved))
+    block, length = mean.encode("update", pieces)
+    entries = [varint(2 * len(p.parts)) + b"".join(varint(numbers[n]) for n in p.names) for p in pieces]
+    exact: dict[torch.dtype, list[str]] = {}
+    for name, value in values.items():
+        if value.numel():
+            exact.setdefault(value.dtype, []).append(name)
+    frames = block[PREFIX : PREFIX + length].numpy().tobytes()
+    for group in exact.values():
+        entries.append(varint(2 * len(group) + 1) + b"".join(varint(numbers[n]) for n in group))
+        flat = torch.cat([values[name].detach().reshape(-1) for name in group])
+        frames += recipe("none").codec.encode(flat)
+    mean.end_step()
+    return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
+
+
+def decode(data: codecs.Bytes, model: Tensors) -> dict[str, torch.Tensor]:
+    """The model after the update: new tensors where it changed, the model's own where it did not.
+
+    Takes no more memory than the model itself, whatever the bytes say.
+    """
+    view = memoryview(codecs.as_bytes(data))
+    names = list(model)
+    table, frames = _table(view, names)
+    if len(frames) != len(table):
+        raise FrameError(f"{len(frames)} frames, but {len(table)} are announced")
+    result = dict(model)
+    seen: set[str] = set()
+    for frame, (is_value, group) in zip(frames, table, strict=True):
+        header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
+        sizes = [model[name].numel() for name in group]
+        if header.elements != sum(sizes) or not seen.isdisjoint(group) or len(set(group)) < len(group):
+            raise FrameError(f"a frame of {header.elements} elements for {', '.join(group[:3])}, expected {sum(sizes)}")
+        if header.nonfinite:
+            raise FrameError(f"a NaN or an infinity in {', '.join(group[:3])}")
+        seen.update(group)
+        put = _put_values if is_value else _add_differences
+        put(header, payload, group, model, result)
+    for name in seen:
+        if result[name].is_floating_point() and not _finite(result[name]):
+            raise FrameError(f"a NaN or an infinity in {name!r} after the update")
+    return result
+
+
+def _table(view: memoryview, names: Sequence[str]) -> tuple[list[tuple[bool, list[str]]], list[memoryview]]:
+    reader = Reader(view)
+    table = []
+    for _ in range(reader.varint(min(MOST_FRAMES, len(names)))):
+        count, is_value = divmod(reader.varint(2 * len(names) + 1), 2)
+        if not count:
+            raise FrameError("a frame of no tensors")
+        table.append((bool(is_value), [names[reader.varint(len(names) - 1)] for _ in range(count)]))
+    return table, wire.split(reader.rest())
+
+
+def _put_values(
+    header: wire.Header, payload: np.ndarray, group: list[str], model: Tensors, result: dict[str, torch.Tensor]
+) -> None:
+    for name in group:
+        if model[name].dtype != header.dtype and (
+            header.dtype.is_floating_point or not model[name].is_floating_point()
+        ):
+            raise FrameError(f"{name!r} is {header.dtype}, expected {model[name].dtype}")
+    flat = torch.empty(header.elements, dtype=header.dtype)
+    codecs.decode_payload(header, payload, flat)
+    for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
+        result[name] = part.view(model[name].shape)
+
+
+def _add_differences(
+    header: wire.Header, payload: np.ndarray, group: list[str], model: Tensors, result: dict[str, torch.Tensor]
+) -> None:
+    if any(model[name].dtype not in CONVERTIBLE for name in group) or header.dtype != torch.float32:
+        raise FrameError(f"differences of {header.dtype} for {', '.join(group[:3])}, which is no such tensor")
+    first = model[group[0]]
+    if len(group) == 1 and first.dtype == torch.float32:
+        out = first.clone(memory_format=torch.contiguous_format)
+        codecs.decode_payload(header, payload, out.view(-1), 1.0, accumulate=True)
+        result[group[0]] = out
+        return
+    flat = torch.empty(header.elements)
+    codecs.decode_payload(header, payload, flat)
+    for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
+        result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == torch.float32:
+        return bool(np.isfinite(kernels.absmax(tensor.reshape(-1))))
+    return bool(torch.isfinite(tensor).all())
