@@ -1,7 +1,7 @@
 """gradwire: communication-efficient distributed training for PyTorch."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from . import dcp, ddp, fsdp
 from .budget import allocate
@@ -11,12 +11,15 @@ from .data_parallel import DataParallel
 from .errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
 from .local_sgd import LocalSGD
 
+if TYPE_CHECKING:
+    from . import flower
+else:
 
-def __getattr__(name: str) -> Any:
-    """`gradwire.flower` needs Flower, which not everybody has: it is imported when it is asked for."""
-    if name == "flower":
-        return importlib.import_module(".flower", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        """`gradwire.flower` needs Flower, which not everybody has: it is imported when it is asked for."""
+        if name == "flower":
+            return importlib.import_module(".flower", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
