@@ -23,6 +23,7 @@ from ..aggregate.pieces import Spec, parse_spec
 from ..catalogue import recipe
 from ..errors import GradwireError, SpecError
 from ..recipe import Recipe
+from ..spec import Values
 from . import catch_up, update
 from .catch_up import Copy
 from .update import Tensors
@@ -30,16 +31,14 @@ from .update import Tensors
 __all__ = ["Chain", "Copy"]
 VARIANCES = "*running_var"  # of batch normalization, which takes their square root
 # Parts of a recipe that are about gradients, or about a memory that is not needed here.
-_WITHOUT = {"decay": 0.0, "mask": "off", "ahead": 0.0, "flush": "0", "clip_norm": 0.0}
+_WITHOUT: Values = {"decay": 0.0, "mask": "off", "ahead": 0.0, "flush": "0", "clip_norm": 0.0}
 
 
 class Chain:
     """The server's models, numbered from 1, and the steps from each to the next."""
 
     def __init__(self, spec: Spec):
-        self.spec = {
-            pattern: _without_memory(chosen) for pattern, chosen in parse_spec(update.full_spec(spec)).items()
-        }
+        self.spec = {pattern: _without_memory(chosen) for pattern, chosen in parse_spec(update.full_spec(spec)).items()}
         self.number = 0
         self.model: dict[str, torch.Tensor] = {}  # W, as published last
         self.common: dict[str, torch.Tensor] = {}  # V, which every client with this number has; not to be changed
