@@ -21,7 +21,6 @@ from .update import Tensors
 
 MAGIC, STORE_MAGIC, VERSION = b"GWD", b"GWC", 1
 _HEAD = struct.Struct("<III")  # from, to, digest
-MOST_MODELS = 2**32 - 1
 
 
 def own(model: Tensors) -> dict[str, torch.Tensor]:
@@ -84,7 +83,7 @@ class Copy:
             raise FrameError(f"more bytes than those of {len(steps)} updates")
         model = self.model
         for step in steps[self.number - first :]:  # those before are in the copy already
-            model = update.decode(step, model)
+            model = {**model, **update.decode(step, model)}
         if layout(model) != layout(self.model) or digest(model) != stated:
             raise FrameError(f"model {last} is not the server's after these updates")
         return Copy(last, model)

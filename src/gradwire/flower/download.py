@@ -88,8 +88,10 @@ class Chain:
         """A whole model that a client made of `common`, as if it had been made of the true one."""
         result = dict(reply)
         for name, t in reply.items():
-            if t.is_floating_point():
-                result[name] = (t + (self.model[name] - self.common[name])).to(t.dtype)
+            true, had = self.model.get(name), self.common.get(name)
+            # Where both are the same nothing waits, and infinities have no difference.
+            if true is not None and had is not None and t.is_floating_point() and not torch.equal(true, had):
+                result[name] = (t + _difference(true, had)).to(t.dtype)
         return result
 
     def _step(self, model: dict[str, torch.Tensor]) -> tuple[bytes | None, dict[str, torch.Tensor]]:
@@ -100,7 +102,7 @@ class Chain:
             while True:
                 exact = {name: t for name, t in changed.items() if name not in lossy}
                 data = update.encode(lossy, exact, list(model), self.spec, steps=self.number).data
-                common = update.decode(data, self.common)
+                common = {**self.common, **update.decode(data, self.common)}
                 unfit = [name for name, d in lossy.items() if _leads_astray(name, d, common[name], model[name])]
                 if not unfit:
                     return data, common
