@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import GradwireError, SpecError
+
+pytest.importorskip("flwr")
+
 from gradwire.aggregate import pieces
 from gradwire.aggregate.pieces import own_recipe, parse_spec
 from gradwire.flower import fit, update
@@ -48,16 +51,21 @@ def decays(spec, tensors) -> dict[str, float]:
     return {name: own_recipe(name, t.numel(), recipes).decay for name, t in tensors.items()}
 
 
-def check_conservation(spec, sent, differences, before, after) -> None:
+def check_conservation(spec, sent, differences, before, memory) -> None:
     """sent + memory = update + γ · memory before, for every tensor with a memory."""
     for name, decay in decays(spec, differences).items():
         if not decay:
             continue
         u = differences[name].double() + decay * before.get(name, torch.zeros(())).double()
-        left = after.get(name, torch.zeros(())).double()
+        left = memory.get(name, torch.zeros(())).double()
         scale = float(u.abs().max()) if u.numel() else 0.0
         # To the rounding of fp32, whose least number is 1.4e-45.
         assert torch.allclose(sent[name].double() + left, u, rtol=0, atol=1e-6 * scale + 3e-45), name
+
+
+def after(data: bytes, model: dict[str, torch.Tensor] = BASE) -> dict[str, torch.Tensor]:
+    """All tensors of a model of zeros after the update."""
+    return {**model, **update.decode(data, model)}
 
 
 def empty_bytes() -> int:
@@ -76,7 +84,7 @@ def test_a_budget_is_met_used_and_loses_nothing_by_few_encodings(spec, limit, mo
     monkeypatch.setattr(fit, "encode", lambda *a: calls.append(1) or update.encode(*a))
     found = within(limit, differences, INTEGERS, NAMES, spec)
     assert len(calls) <= 8
-    sent = update.decode(found.data, BASE)
+    sent = after(found.data)
     assert len(found.data) <= limit
     if len(whole.data) <= limit:
         assert found.data == whole.data  # never finer than asked for
@@ -96,7 +104,7 @@ def test_without_a_memory_what_is_sent_is_right_on_average(spec):
     for seed in range(draws):
         found = within(limit, differences, {}, NAMES, spec, seed=seed)
         assert len(found.data) <= limit and not found.memory
-        sent = update.decode(found.data, BASE)
+        sent = after(found.data)
         mean = {name: m + sent[name].double() / draws for name, m in mean.items()}
     for name, m in mean.items():
         # The mean of 12 unbiased draws has 1/√12 of the error of one, about; a bias would stay.
@@ -183,7 +191,7 @@ def test_a_hundred_rounds_of_drifting_updates(spec):
         fade = 0.01 ** (step / 99)
         differences = {n: fade * (t + t.abs() * torch.randn(t.shape, generator=rng)) for n, t in drift.items()}
         found = within(limit, differences, INTEGERS, NAMES, spec, memory, steps=step, seed=3)
-        sent = update.decode(found.data, base)
+        sent = after(found.data, base)
         check_conservation(spec, sent, differences, memory, found.memory)
         used.append(len(found.data))
         memory = found.memory
@@ -240,7 +248,7 @@ def test_any_update_and_any_budget(differences, limit, spec, remembers, steps):
         return
     assert len(found.data) <= limit
     model = {name: torch.zeros_like(t) for name, t in (differences | values).items()}
-    sent = update.decode(found.data, model)
+    sent = after(found.data, model)
     assert torch.equal(sent["n"], values["n"])
     check_conservation(spec, sent, differences, memory, found.memory)
 
