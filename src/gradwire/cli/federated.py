@@ -67,9 +67,12 @@ def train(options: Options, federated: FederatedOptions) -> None:
     simulation.prepare()
     from ..tasks.federated.run import FederatedRun
 
-    with Rounds(settings.rounds) as rounds:
-        runs = [FederatedRun(settings, codec, *rounds.of(codec)) for codec in codecs]
-        simulation.simulate(runs)
+    try:
+        with Rounds(settings.rounds) as rounds:
+            runs = [FederatedRun(settings, codec, *rounds.of(codec)) for codec in codecs]
+            simulation.simulate(runs)
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        simulation.leave(interrupt)
     summary = {"gradwire": __version__, "torch": torch.__version__, "federated": True, **settings.shared()}
     summary |= {"codecs": codecs, "runs": [run.figures() for run in runs]}
     federated_report.show(summary)

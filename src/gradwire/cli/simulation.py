@@ -18,7 +18,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import GradwireError
 from ..tasks.federated.settings import FederatedSettings
@@ -47,6 +47,7 @@ def prepare() -> None:
         "RAY_prestart_worker_first_driver",
     ):
         os.environ.setdefault(name, "0")
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it answers a plain `kill` with a stack trace
 
 
 def actors(settings: FederatedSettings) -> int:
@@ -55,7 +56,10 @@ def actors(settings: FederatedSettings) -> int:
 
 
 def simulate(runs: Sequence[FederatedRun]) -> None:
-    """Run them to their end, one after the other; raises what the server app raised."""
+    """Run them to their end, one after the other; raises what the server app raised.
+
+    After an interrupt, threads of the engine go on waiting for a Ray that is gone: the process has to end by `leave`.
+    """
     from flwr.simulation import run_simulation
 
     from ..tasks.federated.apps import apps
@@ -80,12 +84,16 @@ def simulate(runs: Sequence[FederatedRun]) -> None:
             run_simulation(server_app, ending, settings.clients, backend_config=backend)
     except RuntimeError as error:
         raise GradwireError(f"Flower's simulation engine failed: {_first_cause(error)}") from error
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     finally:
         stop.set()
         _shut_ray_down()
+
+
+def leave(interrupt: BaseException) -> NoReturn:
+    """End the process now, without waiting for threads. A plain `kill` is a SystemExit here: Ray makes it one."""
+    print("stopped", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(128 + (signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM))
 
 
 class EndsWithRay:
