@@ -1,0 +1,121 @@
+"""One federated run: the apps of server and clients, and the figures once an engine has run them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from ... import checkpoint
+from ...catalogue import recipe
+from ...errors import AggregateError
+from ...flower import Compressed
+from ..base import evaluation_sums
+from ..training import own_device
+from .client import client_app
+from .settings import FederatedSettings
+from .stoppable import Stoppable
+from .strategy import OnFailure, SeededFedAvg
+
+PATIENCE = 300.0  # seconds for clients to appear
+OnRound = Callable[[dict[str, float]], None]  # the figures of a round: those of the history
+
+
+class FederatedRun:
+    """`server_app` and `client_app` are plain Flower apps, for `flwr.simulation.run_simulation` or any other engine.
+
+        run = FederatedRun(settings, "co3")
+        gradwire.flower.one_process.run(run.server_app, run.client_app, settings.clients)
+        run.figures()
+
+    Callbacks come from the thread of the server app. `stop`, once set, ends it, whatever it waits for.
+    """
+
+    def __init__(
+        self, settings: FederatedSettings, codec: str, on_round: OnRound | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> None:  # fmt: skip
+        self.settings, self.codec = settings, codec
+        self.on_round: OnRound = on_round or (lambda figures: None)
+        self.on_failure: OnFailure = on_failure or (lambda server_round, client, reason: None)
+        self.stop = threading.Event()
+        self.history: list[dict[str, float]] = []
+        self.client_app = client_app(settings, codec)
+        self.server_app = ServerApp()
+        self.server_app.main()(self._serve)
+        torch.manual_seed(settings.seed)
+        self.model = settings.load().build_model()
+        settings.examples_of(0)  # a bad partition is an error here, and not on every client
+
+    def figures(self) -> dict[str, Any]:
+        """What came out, and what it cost: bytes are those of whole Flower messages, as they travelled."""
+        traffic, strategy = self._traffic(), self._strategy
+        mean_up, mean_down = (
+            traffic["upload_bytes"] / traffic["replies"], traffic["download_bytes"] / traffic["messages"]
+        )  # fmt: skip
+        return {
+            "codec": self.codec,
+            "spec": str(recipe(self.codec)),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "digest": checkpoint.digest(self.model),
+            "history": self.history,
+            **{name: traffic[name] for name in ("messages", "replies", "upload_bytes", "download_bytes")},
+            "upload_per_client": mean_up,
+            "download_per_client": mean_down,
+            "raw_upload_per_client": strategy.raw_upload,
+            "raw_download_per_client": strategy.raw_download,
+            "upload_ratio": strategy.raw_upload / mean_up,
+            "download_ratio": strategy.raw_download / mean_down,
+            "rejected": strategy.failed,
+            "seconds_per_round": sum(strategy.seconds) / len(strategy.seconds),
+        }
+
+    def _serve(self, grid: Grid, context: Context) -> None:
+        grid = Stoppable(grid, self.stop)
+        self._strategy = SeededFedAvg(self.settings, self._nodes(grid), self.on_failure)
+        rate = {"rate": self.settings.rate} if self.settings.rate else {}
+        download = {"download": self.settings.download} if self.settings.download else {}
+        self._compressed = Compressed(self._strategy, **rate, **download)
+        self._compressed.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(self.model.state_dict()),
+            num_rounds=self.settings.rounds,
+            evaluate_fn=self._evaluate,
+        )
+
+    def _nodes(self, grid: Grid) -> list[int]:
+        """The node of each client, by its number, which only the client itself knows."""
+        deadline = time.monotonic() + PATIENCE
+        while len(nodes := sorted(grid.get_node_ids())) < self.settings.clients and time.monotonic() < deadline:
+            self.stop.wait(0.1)
+        questions = [Message(RecordDict(), node, MessageType.QUERY) for node in nodes]
+        found: dict[int, int] = {}
+        for reply in grid.send_and_receive(questions, timeout=PATIENCE):
+            if reply.has_error():
+                raise AggregateError(f"a client failed before the first round: {reply.error.reason}")
+            found[int(str(reply.content["metrics"]["partition-id"]))] = reply.metadata.src_node_id
+        if sorted(found) != list(range(self.settings.clients)):
+            raise AggregateError(f"{len(found)} of {self.settings.clients} clients answered within {PATIENCE:.0f} s")
+        return [found[number] for number in range(self.settings.clients)]
+
+    def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        task = self.settings.load()
+        self.model.load_state_dict(arrays.to_torch_state_dict())
+        model = self.model.to(own_device(self.settings.device))
+        loss, right, decisions = evaluation_sums(task, model, rank=0, workers=1).tolist()
+        self.model.cpu()
+        metrics = task.metrics(loss / decisions, right / decisions)
+        traffic = self._traffic()
+        seconds = self._strategy.seconds[-1] if server_round else 0.0
+        cumulative = {name: traffic.get(name, 0) for name in ("upload_bytes", "download_bytes")}
+        self.history.append({"round": server_round, **metrics, **cumulative, "seconds": seconds})
+        self.on_round(self.history[-1])
+        return MetricRecord({**metrics})
+
+    def _traffic(self) -> dict[str, int]:
+        return self._compressed.stats().get("train", {})
