@@ -138,8 +138,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="SETTING",
                         help=f"of {', '.join(SETTINGS)}; by default all")  # fmt: skip
+    known = ", ".join(CONTESTANTS).replace("%", "%%")
     parser.add_argument("--contestants", nargs="+", metavar="NAME",
-                        help=f"of {', '.join(CONTESTANTS).replace('%', '%%')}; any other is a recipe, or RECIPE / RECIPE OF DOWNLOADS; "
+                        help=f"of {known}; any other is a recipe, or RECIPE / RECIPE OF DOWNLOADS; "
                         "by default those chosen for each setting")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="in place of the setting's own, to try things out")
