@@ -1,12 +1,13 @@
 """What a client does: train the model it is sent on its own images, and evaluate it on others of them."""
 
 import torch
-from digits.task import Net, load_data
-from digits.task import test as test_fn
-from digits.task import train as train_fn
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader
+
+from digits.task import Net, load_data
+from digits.task import test as test_fn
+from digits.task import train as train_fn
 
 app = ClientApp()
 

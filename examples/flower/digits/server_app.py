@@ -1,10 +1,11 @@
 """What the server does: average what the clients send, and evaluate the mean after each round."""
 
 import torch
-from digits.task import Net, load_centralized_data, test
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
+
+from digits.task import Net, load_centralized_data, test
 
 app = ServerApp()
 
