@@ -1,1 +1,13 @@
 """Federated learning on Flower: `compress`, a mod for clients, and `Compressed`, a wrapper for strategies."""
+
+try:
+    import flwr  # noqa: F401
+except ImportError as error:
+    raise ImportError("gradwire.flower needs Flower: pip install 'gradwire[flower]'") from error
+
+from .message import message_bytes
+from .mod import compress
+from .strategy import Compressed
+from .wire_grid import Wire
+
+__all__ = ["Compressed", "Wire", "compress", "message_bytes"]

@@ -74,8 +74,8 @@ def encode(
     return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
 
 
-def decode(data: codecs.Bytes, model: Tensors) -> dict[str, torch.Tensor]:
-    """The model after the update: new tensors where it changed, the model's own where it did not.
+def decode(data: codecs.Bytes, model: Tensors, only: str | None = None) -> dict[str, torch.Tensor]:
+    """The tensors that the update changes, as they are after it: of all the model, or of the frame with `only`.
 
     Takes no more memory than the model itself, whatever the bytes say.
     """
@@ -84,20 +84,20 @@ def decode(data: codecs.Bytes, model: Tensors) -> dict[str, torch.Tensor]:
     table, frames = _table(view, names)
     if len(frames) != len(table):
         raise FrameError(f"{len(frames)} frames, but {len(table)} are announced")
-    result = dict(model)
-    seen: set[str] = set()
+    result: dict[str, torch.Tensor] = {}
     for frame, (is_value, group) in zip(frames, table, strict=True):
+        if only is not None and only not in group:
+            continue
         header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
         sizes = [model[name].numel() for name in group]
-        if header.elements != sum(sizes) or not seen.isdisjoint(group) or len(set(group)) < len(group):
+        if header.elements != sum(sizes) or not result.keys().isdisjoint(group) or len(set(group)) < len(group):
             raise FrameError(f"a frame of {header.elements} elements for {', '.join(group[:3])}, expected {sum(sizes)}")
         if header.nonfinite:
             raise FrameError(f"a NaN or an infinity in {', '.join(group[:3])}")
-        seen.update(group)
         put = _put_values if is_value else _add_differences
         put(header, payload, group, model, result)
-    for name in seen:
-        if result[name].is_floating_point() and not _finite(result[name]):
+    for name, tensor in result.items():
+        if tensor.is_floating_point() and not _finite(tensor):
             raise FrameError(f"a NaN or an infinity in {name!r} after the update")
     return result
 

@@ -1,0 +1,61 @@
+"""Flower's arrays and torch's tensors, without more copies than it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+
+from .. import wire
+from ..errors import GradwireError
+
+NUMPY = "numpy.ndarray"
+_SUPPORTED = {str(dtype).removeprefix("torch."): dtype for dtype in wire.DTYPES}
+
+
+class Decoded(Array):
+    """An array that is decoded already: no bytes are made of it unless somebody asks for them.
+
+    `numpy` gives every caller an array of his own, as Flower's does: the first one gets ours, for later ones `again`
+    makes another.
+    """
+
+    def __init__(self, tensor: torch.Tensor, again: Callable[[], torch.Tensor]):
+        name = str(tensor.dtype).removeprefix("torch.")
+        self.__dict__.update(_tensor=tensor, _again=again, dtype=name, shape=tuple(tensor.shape), stype=NUMPY)
+
+    def numpy(self) -> np.ndarray:
+        if "data" in self.__dict__:
+            return super().numpy()
+        tensor = self.__dict__.pop("_tensor", None)
+        return (self.__dict__["_again"]() if tensor is None else tensor).numpy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "data" or "_again" not in self.__dict__:
+            raise AttributeError(name)
+        self.data = Array.from_numpy_ndarray(self.numpy()).data
+        return self.data
+
+
+def supported(arrays: ArrayRecord) -> bool:
+    """Whether all arrays are NumPy's, of dtypes that frames can hold."""
+    return all(array.stype == NUMPY and array.dtype in _SUPPORTED for array in arrays.values())
+
+
+def tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    return {name: tensor(name, array) for name, array in arrays.items()}
+
+
+def tensor(name: str, array: Array) -> torch.Tensor:
+    try:
+        values = array.numpy()
+        if array.dtype not in _SUPPORTED or str(values.dtype) != array.dtype or values.shape != tuple(array.shape):
+            raise ValueError(
+                f"{array.dtype} of shape {tuple(array.shape)}, but its data is {values.dtype} {values.shape}"
+            )
+    except (ValueError, TypeError, OSError, EOFError) as error:
+        raise GradwireError(f"the array {name!r} cannot be used ({error})") from error
+    return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -1,0 +1,61 @@
+"""`Compressed`: any strategy of Flower, with messages compressed on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from .wire_grid import Wire
+
+
+class Compressed(Strategy):
+    """A strategy whose clients use `gradwire.flower.compress`.
+
+        strategy = gradwire.flower.Compressed(FedAvg(fraction_train=0.5))
+
+    `start` runs the strategy's own `start` over a grid that decodes; all else is the strategy's own.
+    """
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        self.wire: Wire | None = None
+
+    def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
+        weighted_by = getattr(self.strategy, "weighted_by_key", "num-examples")
+        self.wire = Wire(grid, weighted_by=weighted_by)
+        return self.strategy.start(self.wire, *args, **options)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Messages and bytes of the run so far, by category of message: train, evaluate, query."""
+        return {name: asdict(traffic) for name, traffic in self.wire.traffic.items()} if self.wire else {}
+
+    # ── the strategy's own ──
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return self.strategy.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        return self.strategy.aggregate_train(server_round, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        self.strategy.summary()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["strategy"], name)
