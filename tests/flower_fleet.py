@@ -49,13 +49,14 @@ class Fleet:
         self.ports = dict(zip(("8000", "9094", "9095", "9096"), free_ports(4), strict=True))  # of the page, and ours
         self.home = folder / "flower home"
         self.home.mkdir()
+        self.state = folder / "state"  # where gradwire keeps error memories
         self.children: list[subprocess.Popen[bytes]] = []
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT / 'src'}",
             "FLWR_HOME": str(self.home),
-            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_STATE_HOME": str(self.state),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds; 1 by default

@@ -5,11 +5,12 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader
 
+import gradwire.flower
 from digits.task import Net, load_data
 from digits.task import test as test_fn
 from digits.task import train as train_fn
 
-app = ClientApp()
+app = ClientApp(mods=[gradwire.flower.compress("co3")])
 
 
 @app.train()

@@ -5,6 +5,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
+import gradwire.flower
 from digits.task import Net, load_centralized_data, test
 
 app = ServerApp()
@@ -14,7 +15,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Start the training, and follow it."""
     config = context.run_config
-    strategy = FedAvg(fraction_train=config["fraction-train"], fraction_evaluate=config["fraction-evaluate"])
+    strategy = gradwire.flower.Compressed(FedAvg(fraction_evaluate=config["fraction-evaluate"]))
     for_clients = {name: config[name] for name in ("local-epochs", "batch-size", "lr")}
     strategy.start(
         grid=grid,
@@ -24,6 +25,7 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=config["num-server-rounds"],
         evaluate_fn=global_evaluate,
     )
+    print("gradwire:", strategy.stats()["train"])  # what was sent, measured at the messages
 
 
 def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
