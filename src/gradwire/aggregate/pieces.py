@@ -5,9 +5,11 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -111,9 +113,15 @@ def spec_text(recipes: Recipes) -> str:
     return str({p: str(r) for p, r in recipes.items()}) if list(recipes) != ["*"] else str(recipes["*"])
 
 
+@lru_cache(maxsize=2**16)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # fnmatch itself remembers 256, and would compile more than that, as a pattern for each tensor, for every name anew.
+    return re.compile(fnmatch.translate(pattern))
+
+
 def recipe_of(name: str, recipes: Recipes) -> Recipe:
     for pattern, chosen in recipes.items():
-        if fnmatch.fnmatchcase(name, pattern):
+        if _compiled(pattern).match(name):
             return chosen
     raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
 

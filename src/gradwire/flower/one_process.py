@@ -27,10 +27,13 @@ UserConfig = dict[str, bool | float | int | str]
 def run(server: ServerApp, client: ClientApp, clients: int, config: UserConfig | None = None) -> OneProcess:
     """Run a server app with so many clients to its end."""
     grid = OneProcess(client, clients, config)
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, SUPERLINK_NODE_ID, RUN
-    context = Context(RUN, 0, {}, RecordDict(), dict(config or {}))
-    server(grid, context)
+    run_on(grid, server, config)
     return grid
+
+
+def run_on(grid: OneProcess, server: ServerApp, config: UserConfig | None = None) -> None:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, SUPERLINK_NODE_ID, RUN
+    server(grid, Context(RUN, SUPERLINK_NODE_ID, {}, RecordDict(), dict(config or {})))
 
 
 class OneProcess(Grid):
