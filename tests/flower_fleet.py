@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +39,13 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return 0
+
+
 class Fleet:
     """Processes in a copy of examples/flower, with ports and a Flower home of their own; all gone on exit."""
 
@@ -50,7 +57,7 @@ class Fleet:
         self.home = folder / "flower home"
         self.home.mkdir()
         self.state = folder / "state"  # where gradwire keeps error memories
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -77,8 +84,18 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"processes {pids} do not end")
             time.sleep(0.1)
-        for child in self.children:
+        for child in self.children.values():
             child.wait()
+
+    def kill_with_children(self, process: subprocess.Popen[bytes]) -> None:
+        """As when its machine loses power: the process, then all that it and its children have started."""
+        doomed = {process.pid}
+        while more := {pid for pid in self.processes() if pid not in doomed and parent(pid) in doomed}:
+            doomed |= more
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
     def processes(self) -> Iterator[int]:
         """All that were started with our Flower home, by us or by others of them."""
@@ -94,22 +111,22 @@ class Fleet:
         """What the page says, on our ports and in our folder."""
         return re.sub("|".join(self.ports), lambda port: self.ports[port[0]], text.replace("/path/to", str(self.app)))
 
-    def start_all(self) -> None:
-        """Certificates, a SuperLink, two SuperNodes, and a SuperLink named `deployment` in Flower's configuration."""
+    def start_all(self, nodes: list[str]) -> None:
+        """Certificates, a SuperLink, these SuperNodes, and the SuperLink's name in Flower's configuration."""
         self.run("certificates", commands("sh certificates.sh")[0], 20)
         (config,) = (block for block in blocks("toml") if "superlink" in block)
         (self.home / "config.toml").write_text(self.ours(config))
         self.start("superlink", commands("flower-superlink")[0])
-        for number, command in enumerate(commands("flower-supernode")[:2]):
+        for number, command in enumerate(nodes):
             self.start(f"node {number}", command)
-        for number in range(2):
+        for number in range(len(nodes)):
             self.wait_for(f"node {number}", "SuperNode ID", 60)
 
     def start(self, name: str, command: str) -> subprocess.Popen[bytes]:
         with self.log_file(name).open("ab") as log:
             arguments = shlex.split(self.ours(command))
             child = subprocess.Popen(arguments, cwd=self.app, env=self.environment, stdout=log, stderr=log)
-        self.children.append(child)
+        self.children[name] = child
         return child
 
     def run(self, name: str, command: str, seconds: float) -> str:
@@ -122,10 +139,13 @@ class Fleet:
         return self.log(name)
 
     def wait_for(self, name: str, text: str, seconds: float) -> None:
+        self.wait_until(lambda: text in self.log(name), f"{text!r} in the log of {name}", seconds)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while text not in self.log(name):
+        while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {text!r} in the log of {name}\n{self.logs()}")
+                raise TimeoutError(f"not within {seconds} s: {what}\n{self.logs()}")
             time.sleep(0.1)
 
     def log_file(self, name: str) -> Path:
