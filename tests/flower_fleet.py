@@ -64,6 +64,9 @@ class Fleet:
             "PYTHONPATH": f"{ROOT / 'src'}",
             "FLWR_HOME": str(self.home),
             "XDG_STATE_HOME": str(self.state),
+            **dict(
+                zip(("FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT"), free_ports(2), strict=True)
+            ),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds; 1 by default

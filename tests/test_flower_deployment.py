@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ import torch
 from flower_fleet import ROOT, Fleet, commands
 
 pytest.importorskip("flwr")
+from gradwire.flower import one_process
+
 EXAMPLE = ROOT / "examples" / "flower"
 
 
@@ -80,6 +84,35 @@ def test_a_supernode_killed_in_mid_round_comes_back_with_its_error_memory(tmp_pa
         assert kept["token"] == proposed["token"]
         assert all(torch.equal(kept["memory"][name], tensor) for name, tensor in proposed["memory"].items())
         assert torch.load(pending, weights_only=True)["token"] != proposed["token"]
+
+
+def test_the_app_trains_in_one_process(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    client_app, server_app = (importlib.import_module(f"digits.{side}_app").app for side in ("client", "server"))
+    settings = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    one_process.run(server_app, client_app, 2, settings | {"num-server-rounds": 2})
+    stats = figures(capsys.readouterr().out)
+    assert (stats["replies"], stats["rejected"]) == (4, 0)
+    assert stats["upload_bytes"] < stats["dense_upload_bytes"] / 10
+
+
+@pytest.mark.slow  # Ray, twice
+@in_processes
+def test_the_app_trains_in_both_simulations(tmp_path):
+    with Fleet(tmp_path) as fleet:
+        log = fleet.run("flwr run", commands("flwr run . --stream --federation-config")[0], 240)
+        assert log.count("Received 10 results and 0 failures") == 6, log
+        assert "No additional application dependencies needed installation" in log  # nothing was fetched
+        stats = figures(log)
+        assert (stats["replies"], stats["rejected"]) == (30, 0)
+        assert stats["upload_bytes"] < stats["dense_upload_bytes"] / 10
+
+        log = fleet.run("simulate", commands("python simulate.py")[0], 240)
+        assert log.count("Received 4 results and 0 failures") == 6, log
+        stats = figures(log)
+        assert (stats["replies"], stats["rejected"]) == (12, 0)
+        assert not fleet.state.exists()  # in a simulation, error memories are not written to files
+    assert not list(fleet.processes())
 
 
 def test_the_lines_that_the_readme_adds_are_those_of_the_app():
