@@ -59,3 +59,7 @@ def tensor(name: str, array: Array) -> torch.Tensor:
     except (ValueError, TypeError, OSError, EOFError) as error:
         raise GradwireError(f"the array {name!r} cannot be used ({error})") from error
     return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+def array(values: torch.Tensor) -> Array:
+    return Decoded(values.clone(), values.clone)
