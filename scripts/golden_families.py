@@ -152,6 +152,10 @@ def levels() -> dict[str, bytes]:
     return frames
 
 
+def brain_floats(values: tuple[float, ...]) -> bytes:
+    return b"".join(struct.pack("<f", value)[2:] for value in values)
+
+
 def sparse() -> dict[str, bytes]:
     ways = ("golomb", "rans")
     values = ("fp32", "fp16", "bf16", "fp4", "fp8", "e3m2b3")
@@ -159,6 +163,9 @@ def sparse() -> dict[str, bytes]:
     specs += [f"topk:p=0.2,values={v},positions={way}" for v in values for way in ways[: 1 + (v in ("bf16", "fp4"))]]
     dtypes = [s for s in specs if "golomb" in s and ("sbc" in s or "stc" in s or "fp32" in s or "fp4" in s)]
     frames = of_specs(SPARSE, specs, dtypes, numbers(150))
+    m22 = ["m22:p=0.5", "m22:p=0.3,bits=1,m=0", "m22:p=0.5,bits=4,m=1", "m22:p=0.1,bits=6"]
+    frames |= of_specs(SPARSE, m22, m22[:1], numbers(150))
+    frames["m22-one-level"] = gradwire.codec("m22:k=30").encode(numbers(150).sign() * 0.25)
     clustered = torch.zeros(10, 100)
     clustered[::3, :6] = numbers(24).reshape(4, 6)
     frames["topk-clustered"] = gradwire.codec("topk:k=24").encode(clustered)
@@ -169,6 +176,16 @@ def sparse() -> dict[str, bytes]:
     frames["sparse-one-symbol-raw"] = assemble(bytes([3, 0x10, 0, 2, RAW, 0]) + ONE, (3,), 5)  # one bit each
     frames["sparse-saturated"] = gradwire.codec("topk:k=2,values=fp16").encode(torch.tensor([1e38, 1.0, -1e38] * 4))
     frames["sparse-saturated-fp16"] = assemble(bytes([1, 0, 0, 1]) + struct.pack("<f", -1e38), (9,), 5, torch.float16)
+    for name, (table, symbols) in {
+        "raw": ((0.0, 1.0, 1.0, 3.0), bytes([RAW]) + packed("000 100 010 110 001 101 011 111")),
+        "huffman": ((1.0, 2.0), bytes([HUFFMAN | 2 << 2 | 8 << 4]) + plain_gammas([32, 64, 32]) + b"\x1b\xc0"),
+        "constant-127": ((0.0,) * 126 + (2.0,), bytes([CONSTANT, 253])),
+        "zeros": ((0.0,), bytes([RAW, 0b01010101])),
+    }.items():
+        payload = bytes([8, 6, 0, 255, len(table)]) + brain_floats(table) + symbols
+        frames[f"magnitudes-{name}"] = assemble(payload, (9,), 5, torch.float64 if name == "zeros" else torch.float32)
+    largest = bytes([1, 6, 0, 1, 1]) + brain_floats((1e38,)) + bytes([CONSTANT, 0])
+    frames["magnitudes-saturated-fp16"] = assemble(largest, (9,), 5, torch.float16)
     for m in range(3):
         classes = bytes([CONSTANT, 3 * 2**m])  # which leaves two bits open
         payload = bytes([3, 0x10, m, len(classes)]) + classes + packed("10 01 11") + ONE
@@ -292,7 +309,25 @@ def damaged_sparse() -> Damaged:
         "sparse-empty": (frame(), "cut short"),
         "sparse-more-than-there-are": (frame(plain_varint(1001), [0, 0], [255] * 200, ONE), "too large"),
         "sparse-nothing-and-more": (frame([0, 0]), "has no more to say"),
-        "sparse-values-6": (frame([1, 6, 0, 1], ONE), "damaged values"),
+        "sparse-values-6": (frame([1, 6, 0, 1], ONE), "invalid number of magnitudes"),  # once an unknown kind
+        "sparse-values-7": (frame([1, 7, 0, 1], ONE), "damaged values"),
+        **{
+            f"magnitudes-{name}": (frame([1, 6, 0, 1, h], brain_floats(table), symbols), message)
+            for name, (h, table, symbols, message) in {
+                "0": (0, (), [CONSTANT, 0], "invalid number of magnitudes"),
+                "128": (128, (1.0,) * 128, [CONSTANT, 0], "invalid number of magnitudes"),
+                "cut": (2, (1.0,), [], "cut short"),
+                "without-symbols": (2, (1.0, 2.0), [], "cut short"),
+                "inf": (2, (1.0, math.inf), [CONSTANT, 0], "magnitudes are not"),
+                "nan": (2, (math.nan, 1.0), [CONSTANT, 0], "magnitudes are not"),
+                "negative": (2, (-1.0, 1.0), [CONSTANT, 0], "magnitudes are not"),
+                "minus-0": (2, (-0.0, 1.0), [CONSTANT, 0], "magnitudes are not"),
+                "descending": (2, (2.0, 1.0), [CONSTANT, 0], "magnitudes are not"),
+                "symbol-beyond": (1, (1.0,), [CONSTANT, 2], "invalid constant"),
+                "byte-more": (1, (1.0,), [CONSTANT, 1, 0], "invalid constant"),
+                "gennorm": (1, (1.0,), [RANS | 1 << 2 | 8 << 4, 0, 0, 0], "invalid model"),
+            }.items()
+        },
         "sparse-values-cut": (frame([1, 2, 0, 1], ONE[:3]), "damaged values"),
         "sparse-values-byte-more": (frame([1, 4, 0, 1, 0, 0, 0]), "damaged values"),
         "sparse-fp32-nan": (frame([1, 2, 0, 1], pack(math.nan)), "not finite"),

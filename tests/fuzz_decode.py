@@ -33,7 +33,7 @@ LONGEST = 1 << 16
 SPARSE = (
     "sbc:p=0.1", "stc:p=0.05", "stc:p=0.3,positions=rans", "topk:p=0.2,values=fp32",
     "topk:p=0.1,values=fp16,positions=rans", "topk:p=0.6", "topk:p=0.2,values=fp4",
-    "topk:p=0.5,values=fp8,positions=rans",
+    "topk:p=0.5,values=fp8,positions=rans", "m22:p=0.3", "m22:p=0.5,bits=5,positions=rans", "m22:p=0.1,bits=1",
 )  # fmt: skip
 MORE = (
     "co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman", "terngrad:coder=raw",

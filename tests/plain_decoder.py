@@ -44,6 +44,7 @@ class Plain(Coded):
     buckets: list[tuple[int, list[float]]] = field(default_factory=list)  # entries and levels of each
     table: int = 0  # levels: kind and precision; sketch: rows and precision
     kind: int | None = None  # sparse: of values and positions
+    magnitudes: list[float] = field(default_factory=list)  # sparse: that symbols stand for
     positions: list[int] = field(default_factory=list)  # those that are sent, of a sparse frame; outliers of a grid
     tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -256,6 +257,13 @@ def _sparse_values(found: Plain, at: Bytes, k: int) -> torch.Tensor:
         inner = Plain(codec=MINIFLOAT, dtype=found.dtype, shape=(k,), payload=at.rest())
         _fill(inner)
         return inner.tensor
+    if kind == 6:
+        magnitudes = [at.bfloat16() for _ in range(at.byte())]
+        inner = Plain()
+        read_symbols(inner, at, k, 2 * len(magnitudes), len(magnitudes))
+        found.magnitudes = magnitudes
+        both = [-m for m in magnitudes[::-1]] + magnitudes
+        return torch.stack([limited(both[s], found.dtype) + 0 for s in inner.symbols])
     if kind >= 2:
         return torch.stack([limited(x, found.dtype) for x in elements(at.rest(), DTYPES[kind - 2]).tolist()])
     (value,) = struct.unpack("<f", at.take(4))

@@ -109,6 +109,7 @@ FAMILIES = {
     "stc:k=100,positions=rans": {"sent": 100, "values": "one magnitude and signs", "value bytes": 17},
     "topk:values=fp16": {"sent": 30, "values": "fp16", "value bytes": 60},
     "topk:values=fp8": {"sent": 30, "values": "minifloat"},
+    "m22:bits=3": {"sent": 300, "values": "magnitudes and signs", "levels": 8},
     "countsketch": {"rows": 3, "columns": 100, "kept": 30, "cells": "fp32"},
     "ecq": {},
     "homomorphic:p=all": {"index": "dense", "index bytes": 0, "sketch bytes": 12_000},
@@ -135,7 +136,7 @@ def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
     assert all(name in text for name in report.details)
 
 
-@pytest.mark.parametrize("spec", ["orq:coder=raw", "sbc:positions=rans", "stc", "countsketch", "ecq"])
+@pytest.mark.parametrize("spec", ["orq:coder=raw", "sbc:positions=rans", "stc", "m22", "countsketch", "ecq"])
 def test_damaged_frames_are_described_or_refused(spec: str) -> None:
     """Whatever a frame with a right checksum says, only FrameError comes of it."""
     frame = gradwire.codec(spec).encode(gradient(300))

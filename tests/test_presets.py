@@ -23,7 +23,7 @@ from gradwire.convert.sparse import sent_positions
 from gradwire.recipe import MOST, budget_parts
 from ranks import WORLD, check_alike, check_raises, check_scenario, digest, gathered, launch, run_scenarios
 
-SPARSE = ["sbc", "stc", "topk", "dgc", "stc2", "sbc1", "sbc2", "sbc3"]
+SPARSE = ["sbc", "stc", "topk", "m22", "dgc", "stc2", "sbc1", "sbc2", "sbc3"]
 LOCAL = [
     "sbc1",
     "sbc2",

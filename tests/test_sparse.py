@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import gradwire
 from gradwire import codecs, kernels, wire
 from gradwire.convert.job import Job
+from gradwire.convert.m22 import M22
 from gradwire.convert.sbc import SBC
 from gradwire.convert.sparse import Sparse, sent_positions
 from gradwire.convert.stc import STC
@@ -21,7 +22,7 @@ from gradwire.errors import FrameError, SpecError
 from helpers import BACKENDS, FLOATS, bits, check_same, encode_into, gradient, use_backend
 
 VALUES = ("fp32", "fp16", "bf16", "fp4", "fp8", "e3m2b3")
-METHODS = ("sbc", "stc", *(f"topk:values={v}" for v in VALUES))
+METHODS = ("sbc", "stc", *(f"topk:values={v}" for v in VALUES), "m22:m=0", "m22:bits=3")
 CARD = {0.1: 4.756, 0.01: 8.108, 0.001: 11.495}  # bits per position
 
 
@@ -213,7 +214,7 @@ def test_memory_may_be_missing_or_elsewhere(backend: str, spec: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("spec", ["sbc", "stc", "topk", "topk:values=fp4"])
+@pytest.mark.parametrize("spec", ["sbc", "stc", "topk", "topk:values=fp4", "m22"])
 def test_non_finite(backend: str, spec: str, bad: float) -> None:
     codec, e = gradwire.codec(spec), gradient(5000, 1)
     for at in (0, 2500, 4999):
@@ -332,7 +333,7 @@ def test_whole_model_threshold(backend: str) -> None:
         threshold = whole_model_threshold(parts, p)
         assert threshold == float(together.abs().sort(descending=True).values[k - 1])
         sent = 0
-        for make in (SBC, STC, TopK):
+        for make in (SBC, STC, TopK, M22):
             for t in parts:
                 codec = codecs.Codec("test", make(threshold=threshold))
                 positions = sent_positions(codec.encode(t)) if t.numel() else torch.empty(0)
@@ -376,7 +377,7 @@ def test_bad_parameters(spec: str, match: str) -> None:
 
 
 def test_bad_arguments_of_converters() -> None:
-    for make in (SBC, STC, TopK):
+    for make in (SBC, STC, TopK, M22):
         for bad in (
             {"p": 0},
             {"p": 1.0},

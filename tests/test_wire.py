@@ -97,8 +97,9 @@ def test_golden_frames_cover_the_families():
     assert {len(f.levels) for f in levels} >= {2, 3, 255} and any(len(f.buckets) > 2 for f in levels)
     assert any(f.kind is None for f in sparse)  # nothing is sent
     kinds = {f.kind for f in sparse if f.kind is not None}
-    assert {kind & 15 for kind in kinds} == set(range(6)) and {kind >> 4 for kind in kinds} == {0, 1}
+    assert {kind & 15 for kind in kinds} == set(range(7)) and {kind >> 4 for kind in kinds} == {0, 1}
     assert any(len(f.positions) == f.count for f in sparse)
+    assert {len(f.magnitudes) for f in sparse} >= {0, 1, 2, 8, 127}
     assert {(f.table & 15, f.table >> 4) for f in sketches} == {(r, p) for r in (1, 3, 5, 7) for p in (0, 1)}
 
 
@@ -121,7 +122,8 @@ def test_golden_damage_has_every_error_of_the_decoders():
         source / "kernels/reference/grid.py",
     ]
     files += [
-        source / "convert" / f"{name}.py" for name in ["ecq", "outliers", "levels", "level_numbers", "sparse", "sketch"]
+        source / "convert" / f"{name}.py"
+        for name in ["ecq", "outliers", "levels", "level_numbers", "sparse", "magnitudes", "sketch"]
     ]
     written = {text for file in files for text in re.findall(r'raise FrameError\(f?"([^"{]*)', file.read_text("utf-8"))}
     met = []

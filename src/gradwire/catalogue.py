@@ -19,6 +19,7 @@ from .convert.job import Converter
 from .convert.level_numbers import PRECISIONS
 from .convert.levels import MOST_LEVELS
 from .convert.linear import Linear
+from .convert.m22 import M22, MOST_BITS
 from .convert.minifloat import Minifloat
 from .convert.orq import ORQ, parse_levels
 from .convert.qsgd import QSGD
@@ -33,6 +34,7 @@ from .convert.topk import CASTS, TopK
 from .errors import SpecError, unknown_name
 from .formats import parse_format
 from .homomorphic.grid import BITS
+from .models.weighted_lloyd import LARGEST_M
 from .recipe import Recipe
 from .spec import Entry, Parameter, Parser, Values, float_format, number, one_of, share, split, whole, word_or
 
@@ -189,6 +191,8 @@ def _sparse(**defaults: str) -> dict[str, Parameter]:
         "p": Parameter("0.01", share),
         "k": Parameter("none", word_or("none", whole(1, 2**48))),  # entries of each tensor, whatever p says
         "values": Parameter("bf16", lambda text: text if text in CASTS else float_format(text)),
+        "bits": Parameter("2", whole(1, MOST_BITS)),
+        "m": Parameter("2", whole(0, LARGEST_M)),
         "positions": Parameter("auto", one_of(*positions.WAYS)),
         "decay": _decay("1"),
         "mask": _corrector("on", one_of("on", "off")),
@@ -204,8 +208,8 @@ def _sparse(**defaults: str) -> dict[str, Parameter]:
         "flush": _corrector("0", word_or("0", share)),
         "buffers": _corrector("1", whole(1, 10**6)),
     }
-    if "values" not in defaults:
-        del parameters["values"]
+    for key in {"values", "bits", "m"} - set(defaults):  # of some recipes only
+        del parameters[key]
     for key, default in defaults.items():
         parameters[key] = Parameter(default, parameters[key].parse, parameters[key].of_corrector)
     return parameters
@@ -234,6 +238,10 @@ def _build_topk(v: Values) -> Converter:
     return TopK(*_selection(v), str(v["values"]), str(v["positions"]))
 
 
+def _build_m22(v: Values) -> Converter:
+    return M22(*_selection(v), int(v["bits"]), int(v["m"]), str(v["positions"]))
+
+
 _SBC, _STC, _DGC = "SBC, arXiv 1805.08768", "STC, arXiv 1903.02891", "DGC, arXiv 1712.01887"
 _SPARSE = [
     Entry(
@@ -243,6 +251,10 @@ _SPARSE = [
     Entry(
         "dgc", "0.1% of the entries, momentum on the worker's side, a warm-up: every step at a few hundredths of a bit",
         _DGC, _build_topk, _sparse(p="0.001", values="fp16", warmup="400"),
+    ),
+    Entry(
+        "m22", "10% of the entries, each one of four levels that serve the largest best: updates of federated clients",
+        "M22, arXiv 2301.09269", _build_m22, _sparse(p="0.1", bits="2", m="2", mask="off"),
     ),
     Entry(
         "stc", "1% of the entries, one magnitude, signs: a bit per position more than sbc, and both sides in each step",

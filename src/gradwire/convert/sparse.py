@@ -1,8 +1,8 @@
 """Sparse codecs: the payload they share, positions and values of the entries that are sent.
 
 Which entries: the k = ⌈p·d⌉ largest magnitudes of u (or those from a given threshold on), among equals the lowest
-positions first, zeros never. `sbc`, `stc` and `topk` say what stands for their values. What is not sent, and what is
-sent and differs from its value, stays in the error memory.
+positions first, zeros never. `sbc`, `stc`, `topk` and `m22` say what stands for their values. What is not sent, and
+what is sent and differs from its value, stays in the error memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..compress import positions as coding
 from ..errors import FrameError, SpecError, unknown_name
 from ..fields import Reader, varint
 from ..wire import MINIFLOAT, SPARSE, Header
-from . import minifloat
+from . import magnitudes, minifloat
 from .job import Converter, Job, NonFinite, limit_to, require_finite
 
-ONE_VALUE, ONE_MAGNITUDE, FP32, FP16, BF16, SMALL_FLOATS = range(6)  # how values travel
+ONE_VALUE, ONE_MAGNITUDE, FP32, FP16, BF16, SMALL_FLOATS, MAGNITUDES = range(7)  # how values travel
 DTYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
 INFINITY_BITS = 0x7F800000
 DEFAULT_LIMIT, POSITIONS_PER_BYTE = 2**28, 4096  # of `sent_positions`, as in codecs.decode
@@ -164,6 +164,8 @@ def _read_values(header: Header, kind: int, data: np.ndarray, count: int) -> tor
         part = replace(header, codec=MINIFLOAT, shape=(count,), flags=0)
         minifloat.decode(part, data, values, 1.0, False)
         return values
+    if kind == MAGNITUDES:
+        return magnitudes.decode(data, count, header.dtype)
     if kind not in DTYPES or len(data) != count * DTYPES[kind].itemsize:
         raise FrameError("damaged values of a sparse frame")
     # Copied: the values may start at an odd address.

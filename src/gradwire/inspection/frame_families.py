@@ -8,13 +8,13 @@ import numpy as np
 
 from .. import compress, wire
 from ..compress import positions
-from ..convert import homomorphic, level_numbers, levels, sketch
+from ..convert import homomorphic, level_numbers, levels, magnitudes, sketch, sparse
 from ..errors import FrameError
 from ..fields import Reader
 from .frame_report import FrameReport, describe_symbols
 
 TABLES = {levels.EXPLICIT: "explicit", levels.EVEN: "even", levels.SYMMETRIC: "symmetric"}
-VALUES = ("one value", "one magnitude and signs", "fp32", "fp16", "bf16", "minifloat")
+VALUES = ("one value", "one magnitude and signs", "fp32", "fp16", "bf16", "minifloat", "magnitudes and signs")
 
 
 def describe_levels(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
@@ -53,6 +53,8 @@ def describe_sparse(report: FrameReport, header: wire.Header, payload: np.ndarra
             "position bytes": used,
             "value bytes": len(payload) - reader.position,
         }
+        if kind & 15 == sparse.MAGNITUDES:
+            report.details["levels"] = 2 * len(magnitudes.read_table(reader))
     report.symbol_bytes = len(payload) - report.side_bytes
 
 

@@ -86,13 +86,15 @@ class LocalTraining:
         lr = settings.lr * learning_rate_factor(server_round - 1, settings.rounds)
         optimizer = task.build_optimizer(model, lr)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, client, server_round))
+        total = torch.zeros((), device=device)  # read once, at the end: a GPU would be waited for
         for _ in range(settings.local_epochs):
-            total = 0.0
-            for indices in examples[torch.randperm(len(examples), generator=generator)].split(settings.batch_size):
-                inputs, targets = task.train_batch(indices, generator)
-                loss = loss_of(model(inputs.to(device)), targets.to(device))
+            order = examples[torch.randperm(len(examples), generator=generator)]
+            inputs, targets = (part.to(device) for part in task.train_batch(order, generator))
+            total.zero_()
+            for x, y in zip(inputs.split(settings.batch_size), targets.split(settings.batch_size), strict=True):
+                loss = loss_of(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                total += loss.item() * len(indices)
-        return total / len(examples)
+                total += loss.detach() * len(y)
+        return total.item() / len(examples)

@@ -71,7 +71,9 @@ class FederatedRun:
             "seconds_per_round": sum(strategy.seconds) / len(strategy.seconds),
         }
 
-    def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round % self.settings.evaluate_every and server_round < self.settings.rounds:
+            return None
         task = self.settings.load()
         self.model.load_state_dict(arrays.to_torch_state_dict())
         model = self.model.to(own_device(self.settings.device))

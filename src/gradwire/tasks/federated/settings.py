@@ -27,6 +27,7 @@ class FederatedSettings:
     batch_size: int
     lr: float  # the highest; it falls to zero along half a cosine over the rounds
     seed: int
+    evaluate_every: int = 1  # rounds; the last is always evaluated
     alpha: float = math.inf  # of the Dirichlet distribution that shares out classes; ∞: all clients alike
     data_dir: str = "data"
     device: str = "cpu"

@@ -1,0 +1,103 @@
+"""M22 (arXiv 2301.09269): top-k, then 2^bits levels by Lloyd's method for d(u, û) = |u|^M (u − û)² under a GenNorm.
+
+What top-k leaves has no magnitude below that of the k-th entry, t: a GenNorm fitted to the entries themselves has its
+peak where none are, and puts levels there. Here it is what exceeds t, y = |u| − t, that is fitted, by the moments E y
+and E y². Should the source be a Laplace distribution, y is exponential whatever t is: then this is exact. With t = 0
+it is the paper's quantizer (models/weighted_lloyd.py). Its cells are kept, and their levels are once more taken from
+the entries themselves: the weighted mean of those in the cell.
+
+The larger M, the more the levels serve the largest entries, and the more the many small ones are rounded up. Where
+tails are so heavy that this would lose more than MOST_LOST of what is sent, M is lowered: an error memory needs what
+is sent to be nearer to u than nothing is. With M = 0 it always is, since levels are then means.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ..errors import SpecError
+from ..models import gennorm, weighted_lloyd
+from . import magnitudes
+from .job import Job, limit_to
+from .sparse import MAGNITUDES, Sparse
+
+MOST_BITS = 6
+MOST_LOST = 0.25  # squared error of what is sent over its square
+FINENESS = 4  # t over E y is rounded to so many values an octave
+SMALLEST = 1e-280  # below, weights would lose their precision; without weights nothing is
+OCTAVES = (-5, 6)  # below, t counts as 0; above, |u|^M hardly varies
+
+
+class M22(Sparse):
+    def __init__(
+        self, p: float = 0.01, k: int | None = None, bits: int = 2, m: int = 2, positions: str = "auto",
+        threshold: float | None = None,
+    ):  # fmt: skip
+        super().__init__(p, k, positions, threshold)
+        if not 1 <= bits <= MOST_BITS:
+            raise SpecError(f"bits must be from 1 to {MOST_BITS}, not {bits}: an entry is one of 2^bits levels")
+        if not 0 <= m <= weighted_lloyd.LARGEST_M:
+            raise SpecError(f"m must be from 0 to {weighted_lloyd.LARGEST_M}, not {m}: the power of |u| that weighs")
+        self.count_of_levels, self.m = 1 << bits - 1, m  # on either side of zero
+
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        chosen, values = self.select(job)
+        if not chosen.numel():
+            return self.write(job, out, chosen, MAGNITUDES, b"", None)
+        levels = fit(values.abs(), self.m, self.count_of_levels)
+        table = limit_to(torch.from_numpy(levels).float(), torch.bfloat16)
+        raw, left = magnitudes.encode(values, table, job.dtype)
+        if job.memory_out is not None:
+            job.memory_out[chosen] = left
+        return self.write(job, out, chosen, MAGNITUDES, raw, None)
+
+
+def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:
+    """Ascending levels for magnitudes above 0, `count` of them at most; fp64."""
+    x = sent.double().numpy()
+    if len(x) <= count:  # its own entries are the better levels
+        return np.sort(x)
+    t = float(x.min())
+    beyond = x - t
+    mean, square = float(beyond.mean()), float(np.square(beyond).mean())
+    if not mean > 0:
+        return np.array([t])
+    for power in range(m, -1, -1):
+        levels, lost = weighted_means(x, model_levels(t, mean, square, power, count), power)
+        if lost <= MOST_LOST:
+            break
+    return levels
+
+
+def model_levels(t: float, mean: float, square: float, m: int, count: int) -> np.ndarray:
+    """Levels of t + y for the GenNorm y with these moments, on grids of β and t/E y, so that few have to be solved."""
+    beta = float(gennorm.BETAS[gennorm.nearest_index(mean, square)])
+    unit = gennorm.mean_abs(beta)
+    from_zero = _on_grid(t / mean) * unit if m else 0.0
+    return t + (weighted_lloyd.levels(beta, from_zero, m, count) - from_zero) * (mean / unit)
+
+
+def _on_grid(ratio: float) -> float:
+    low, high = OCTAVES
+    octaves = math.log2(ratio) if ratio > 0 else -math.inf
+    return 0.0 if octaves < low else 2 ** (round(FINENESS * min(octaves, high)) / FINENESS)
+
+
+def weighted_means(x: np.ndarray, levels: np.ndarray, m: int) -> tuple[np.ndarray, float]:
+    """Levels at the means of their cells, without those of empty ones; and the squared error over the squares."""
+    cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
+    largest = x.max()
+    part = x / largest  # so that no power is too large
+    weight = part**m
+    number, sums, weights, weighted = (
+        np.bincount(cells, w, len(levels)) for w in (None, part, weight, weight * part)
+    )  # fmt: skip
+    used = number > 0
+    if weighted[used].min() < SMALLEST:
+        return levels, math.inf
+    better = weighted[used] / weights[used]
+    squares = float(part @ part)
+    return better * largest, 1 + float(better**2 @ number[used] - 2 * better @ sums[used]) / squares

@@ -1,0 +1,62 @@
+"""Values of a sparse frame as a few magnitudes with signs: their table, and one entropy-coded symbol each.
+
+docs/wire-format.md, codec 5, kind 6. The table travels: a decoder that solved for it anew would need the encoder's
+arithmetic to the last bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .. import compress, kernels
+from ..errors import FrameError
+from ..fields import Reader
+from .job import limit_to
+from .levels import choose
+
+MOST = 127  # magnitudes, so that a symbol of either sign is a byte
+
+
+def signed(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the symbols stand for, ascending: fp32 numbers that the dtype holds, and no −0."""
+    held = limit_to(magnitudes.float(), dtype).float()
+    return torch.cat([-held.flip(0), held]) + 0.0
+
+
+def encode(values: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
+    """Each value as the nearest of ±magnitudes (bf16, ascending): bytes, and what they leave out."""
+    left = torch.empty_like(values)
+    starts = np.array([0, values.numel()], dtype=np.int64)
+    symbols, counts = kernels.assign_levels(values, None, left, 1.0, signed(magnitudes, dtype)[None], starts, None)
+    alphabet = _alphabet(len(magnitudes))
+    coding = choose(alphabet, counts, values.numel(), "auto")
+    table = magnitudes.view(torch.uint8).numpy().tobytes()
+    return bytes([len(magnitudes)]) + table + compress.encode(symbols.numpy(), alphabet, coding), left
+
+
+def decode(data: np.ndarray, count: int, dtype: torch.dtype) -> torch.Tensor:
+    reader = Reader(memoryview(data))
+    magnitudes = read_table(reader)
+    alphabet = _alphabet(len(magnitudes))
+    symbols = compress.decode(reader, alphabet, count, compress.read_head(reader, alphabet))
+    return signed(magnitudes, dtype)[torch.from_numpy(symbols).long()]
+
+
+def read_table(reader: Reader) -> torch.Tensor:
+    """The magnitudes, bf16."""
+    number = reader.byte()
+    if not 1 <= number <= MOST:
+        raise FrameError("invalid number of magnitudes")
+    magnitudes = torch.frombuffer(bytearray(reader.take(2 * number)), dtype=torch.bfloat16)
+    bits = magnitudes.view(torch.int16)  # as integers, magnitudes are in the order of what they stand for
+    if bool((bits < 0).any()) or int(bits.max()) >= INFINITY or bool((bits.diff() < 0).any()):
+        raise FrameError("magnitudes are not finite, not in ascending order, or negative")
+    return magnitudes
+
+
+INFINITY = 0x7F80
+
+
+def _alphabet(magnitudes: int) -> compress.Alphabet:
+    return compress.Alphabet(2 * magnitudes, magnitudes)

@@ -1,0 +1,95 @@
+"""Lloyd's levels under the magnitude-weighted distortion of M22 (arXiv 2301.09269): d(x, x̂) = |x|^M (x − x̂)².
+
+The magnitudes are x = t + y, where y ≥ 0 has the density of a GenNorm(β, α = 1) folded to one side. With t = 0 that
+is the paper's own source. The best level of a cell is ∫x^(M+1) p / ∫x^M p, the best edge between two levels is their
+midpoint. With x^M as a polynomial in y, both integrals are sums of incomplete gamma functions: closed forms, all of
+whose terms are positive.
+
+Lloyd's iteration needs hundreds of rounds for eight levels. Newton's method on the same conditions needs about ten,
+and where it would not lower the distortion, a round of Lloyd's takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+LARGEST_M = 9
+ROUNDS, CLOSE = 1000, 1e-9  # it ends when Lloyd's next round would move no level by more than this part of itself
+ROUNDING = 1e-13  # of the distortion
+POINTS = 512  # of the density, for the levels to start from
+
+
+@lru_cache(maxsize=8192)
+def levels(beta: float, t: float, m: int, count: int) -> np.ndarray:
+    """`count` ascending levels of x = t + y for GenNorm(β, α = 1)."""
+    source = _Source(beta, t, m)
+    found, lloyd, least = source.start(count), None, math.inf
+    for _ in range(ROUNDS):
+        edges = (found[1:] + found[:-1]) / 2
+        weight, first = source.integrals(edges)
+        with np.errstate(divide="ignore", invalid="ignore"):  # an empty cell is no better than what was
+            better = first / weight
+            distortion = float(-(first * better).sum())  # but for a constant, with the best levels of these cells
+        if lloyd is not None and not distortion <= least + ROUNDING * abs(least):
+            found, lloyd = lloyd, None
+            continue
+        least = distortion
+        if np.max(np.abs(better - found) / better) < CLOSE:
+            break
+        newton = found + _newton(found, weight, first, source.density(edges))
+        found, lloyd = (newton, better) if (np.diff(newton, prepend=t) > 0).all() else (better, None)
+    better.setflags(write=False)
+    return better
+
+
+def _newton(found: np.ndarray, weight: np.ndarray, first: np.ndarray, density: np.ndarray) -> np.ndarray:
+    """The step to where first − level·weight is 0 in all cells; its derivatives are tridiagonal."""
+    half = density * np.diff(found) / 4  # an edge moves by half of what its levels do, and is as far from either
+    slope = np.diag(-weight) + np.diag(half, 1) + np.diag(half, -1)
+    slope[np.arange(len(half)), np.arange(len(half))] += half
+    slope[np.arange(len(half)) + 1, np.arange(len(half)) + 1] += half
+    try:
+        return np.linalg.solve(slope, found * weight - first)
+    except np.linalg.LinAlgError:
+        return np.full_like(found, np.nan)
+
+
+class _Source:
+    """x^M p, and its integrals; as multiples of E y^M, which keeps all of them in range."""
+
+    def __init__(self, beta: float, t: float, m: int):
+        self.beta, self.t, self.m = beta, t, m
+        self.shapes = torch.from_numpy((np.arange(m + 2) + 1) / beta)[:, None]
+        log_moments = [math.lgamma(float(shape)) for shape in self.shapes]  # of E yⁱ, plus that of the density's norm
+        self.log_unit = log_moments[m]
+        moments = np.exp(np.array(log_moments) - self.log_unit)
+        self.polynomials = np.array(
+            [
+                [math.comb(power, i) * t ** (power - i) if i <= power else 0.0 for i in range(m + 2)]
+                for power in (m, m + 1)
+            ]
+        ) * moments  # fmt: skip
+
+    def integrals(self, edges: np.ndarray) -> np.ndarray:
+        """∫x^M p and ∫x^(M+1) p over the cells that the edges make of [t, ∞)."""
+        x = torch.from_numpy(np.concatenate([[0.0], (edges - self.t) ** self.beta, [np.inf]]))
+        shapes, x = torch.broadcast_tensors(self.shapes, x)
+        below, above = torch.special.gammainc(shapes, x).numpy(), torch.special.gammaincc(shapes, x).numpy()
+        # Differences of what is near 1 would be rounding errors.
+        return self.polynomials @ np.where(below[:, :-1] < 0.5, np.diff(below), -np.diff(above))
+
+    def density(self, x: np.ndarray) -> np.ndarray:
+        return self.beta * np.exp(self.m * np.log(x) - (x - self.t) ** self.beta - self.log_unit)
+
+    def start(self, count: int) -> np.ndarray:
+        """Where many levels would lie: as dense as the third root of x^M p."""
+        end = (3 * (60 + 3 * self.m / self.beta)) ** (1 / self.beta)
+        y = end * np.linspace(0, 1, POINTS + 1)[1:] ** (2 / self.beta)
+        log_density = (self.m * np.log(self.t + y) - y**self.beta) / 3
+        mass = np.exp(log_density - log_density.max())
+        total = np.concatenate([[0], np.cumsum((mass[1:] + mass[:-1]) / 2 * np.diff(y))])
+        return self.t + np.interp((np.arange(count) + 0.5) / count, total / total[-1], y)
