@@ -17,8 +17,7 @@ import pytest
 import torch
 from flwr.app import Context, Message
 
-from gradwire import GradwireError
-from gradwire.cli import federated, main, simulation
+from gradwire.cli import main, simulation
 from gradwire.cli.rounds import Rounds, decimal
 from gradwire.errors import AggregateError
 from gradwire.flower import one_process
@@ -76,6 +75,18 @@ def test_compressed_beside_uncompressed() -> None:
     questions = 2_000 * settings.clients
     assert 0 <= grid.received_bytes - raw["upload_bytes"] - co3["upload_bytes"] < questions
     assert 0 <= grid.sent_bytes - raw["download_bytes"] - co3["download_bytes"] < questions
+
+
+def test_budget_and_download() -> None:
+    figures = finished(dataclasses.replace(SMALL, rounds=3, budget=9_000, download="co3"), "co3")[0]
+    assert figures["rejected"] == 0
+    assert 4_000 < figures["upload_per_client"] <= 9_000
+    assert figures["download_ratio"] > 1.2  # a client gets the whole model when it takes part for the first time
+
+
+def test_the_server_chooses_the_rate() -> None:
+    figures = finished(dataclasses.replace(SMALL, rate="adaquantfl"), "none")[0]
+    assert figures["rejected"] == 0 and figures["upload_ratio"] > 6
 
 
 class Failing(client.LocalTraining):
@@ -163,7 +174,8 @@ def error_of(*arguments: str) -> str:
         ("--federated --codec co4", "co4"),
         ("--federated --codec auto", "name a recipe"),
         ("--federated --download co4", "co4"),
-        ("--federated --budget much", "--budget much: it is a number of bytes, such as"),
+        ("--federated --budget much", "is not a number of bytes: write 200000, 200kB"),
+        ("--federated --budget 0", "--budget must be above 0"),
         ("--federated --rate slow", "adaquantfl"),
         ("--federated --json nowhere/a.json", "--json nowhere/a.json: give a file in a folder that exists"),
     ],
@@ -198,19 +210,6 @@ def test_an_engine_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("flwr.simulation.run_simulation", fails)
     assert error_of("--federated") == "error: Flower's simulation engine failed: no room for Ray"
-
-
-@pytest.mark.parametrize(
-    ("given", "count"), [("200kB", 200_000), ("200 kb", 200_000), ("1.5MB", 1_500_000), ("64KiB", 65536), ("7", 7)]
-)
-def test_budgets(given: str, count: int) -> None:
-    assert federated.parse_bytes(given) == count
-
-
-@pytest.mark.parametrize("given", ["", "0", "-1", "1e9", "12 parsecs", "9" * 99, "0.1"])
-def test_budgets_that_are_none(given: str) -> None:
-    with pytest.raises(GradwireError, match="it is a number of bytes, such as 200000, 200kB"):
-        federated.parse_bytes(given)
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
