@@ -20,7 +20,7 @@ from gradwire.aggregate import pieces
 from gradwire.aggregate.pieces import own_recipe, parse_spec
 from gradwire.flower import fit, update
 from gradwire.flower.fit import parse_bytes, within
-from test_grid import heavy
+from test_grid import FLOAT_MAX, heavy
 
 WITH_MEMORY = (
     "co3", "co3:format=fp8", "ecq", "ecq:nmse=0.01", "signsgd", "stc", "sbc2", "dgc", "topk:k=50", "sbc:p=0.3",
@@ -57,6 +57,7 @@ def check_conservation(spec, sent, differences, before, memory) -> None:
         if not decay:
             continue
         u = differences[name].double() + decay * before.get(name, torch.zeros(())).double()
+        u = u.clamp(-FLOAT_MAX, FLOAT_MAX)  # as everywhere
         left = memory.get(name, torch.zeros(())).double()
         scale = float(u.abs().max()) if u.numel() else 0.0
         # To the rounding of fp32, whose least number is 1.4e-45.

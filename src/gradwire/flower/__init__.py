@@ -7,7 +7,8 @@ except ImportError as error:
 
 from .message import message_bytes
 from .mod import compress
+from .rate import AdaQuantFL, FedDQ
 from .strategy import Compressed
 from .wire_grid import Wire
 
-__all__ = ["Compressed", "Wire", "compress", "message_bytes"]
+__all__ = ["AdaQuantFL", "Compressed", "FedDQ", "Wire", "compress", "message_bytes"]

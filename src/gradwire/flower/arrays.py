@@ -39,6 +39,13 @@ class Decoded(Array):
         self.data = Array.from_numpy_ndarray(self.numpy()).data
         return self.data
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Elsewhere, and in copies, it is an ordinary array."""
+        return Array, (self.dtype, self.shape, self.stype, self.data)
+
+
+Decoded.__qualname__ = Array.__qualname__  # by which Flower knows what to make of an object's bytes
+
 
 def supported(arrays: ArrayRecord) -> bool:
     """Whether all arrays are NumPy's, of dtypes that frames can hold."""
@@ -59,3 +66,7 @@ def tensor(name: str, array: Array) -> torch.Tensor:
     except (ValueError, TypeError, OSError, EOFError) as error:
         raise GradwireError(f"the array {name!r} cannot be used ({error})") from error
     return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+def array(values: torch.Tensor) -> Array:
+    return Decoded(values.clone(), values.clone)

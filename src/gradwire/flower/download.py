@@ -49,7 +49,7 @@ class Chain:
     def publish(self, model: Tensors) -> int:
         """The number of this model; that of the last one if it is the same still."""
         known = catch_up.layout(model) == catch_up.layout(self.model)
-        if self.number and known and all(torch.equal(t, self.model[name]) for name, t in model.items()):
+        if self.number and known and all(catch_up.same(t, self.model[name]) for name, t in model.items()):
             return self.number
         for name, t in model.items():
             if t.is_floating_point() and t.numel() and torch.isnan(t.max()):
@@ -96,13 +96,18 @@ class Chain:
 
     def _step(self, model: dict[str, torch.Tensor]) -> tuple[bytes | None, dict[str, torch.Tensor]]:
         """From `common` towards the model, and where it leads; no step where the model has to go out whole."""
-        changed = {name: t for name, t in model.items() if not torch.equal(t, self.common[name])}
-        lossy = {name: _difference(t, self.common[name]) for name, t in changed.items() if t.is_floating_point()}
+        changed = {name: t for name, t in model.items() if not catch_up.same(t, self.common[name])}
+        # Means of integers are floats in Flower: what has another dtype than before goes out as it is.
+        lossy = {
+            name: _difference(t, self.common[name])
+            for name, t in changed.items()
+            if t.is_floating_point() and t.dtype == self.common[name].dtype
+        }
         try:
             while True:
                 exact = {name: t for name, t in changed.items() if name not in lossy}
                 data = update.encode(lossy, exact, list(model), self.spec, steps=self.number).data
-                common = {**self.common, **update.decode(data, self.common)}
+                common = {**self.common, **update.decode(data, self.common, new_dtypes=True)}
                 unfit = [name for name, d in lossy.items() if _leads_astray(name, d, common[name], model[name])]
                 if not unfit:
                     return data, common

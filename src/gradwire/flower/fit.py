@@ -29,10 +29,10 @@ from ..aggregate.pieces import SMALL, Spec, own_recipe, parse_spec
 from ..errors import GradwireError, SpecError
 from ..kernels.reference import FLOAT_MAX
 from . import coarser
+from .secant import Point, closest
 from .update import STATISTICS, Encoded, Tensors, encode, full_spec
 
-TARGET, ENOUGH = 0.97, 0.93  # of the budget: what is aimed at, and what is not searched further
-TRIES = 4  # encodings of a kind
+TARGET = 0.97  # of the budget is aimed at
 DENSE = 0.5  # bits an entry, below which single entries are the better choice
 
 
@@ -164,37 +164,10 @@ class _TooLong:
 
     def _closest(
         self, make: Callable[[float], Encoded], x: float, slope: float, straight: Callable[[float], float],
-        high: tuple[float, float] | None = None, most: float = math.inf,
+        high: Point | None = None, most: float = math.inf,
     ) -> Encoded | None:  # fmt: skip
-        """The longest of a few encodings that fit; None if none does.
-
-        Lengths grow with x up to `most`, straight(length) about in proportion, by `slope` at first: a secant leads to
-        the budget. `high` is a point that is known to be too long.
-        """
-        goal = straight(self.floor + TARGET * (self.limit - self.floor))
-        low: tuple[float, float] | None = None
-        best: Encoded | None = None
-        tried: set[float] = set()
-        while len(tried) < TRIES and x not in tried:
-            tried.add(x)
-            found = make(x)
-            here = x, straight(len(found.data))
-            if len(found.data) <= self.limit:
-                if best is None or len(found.data) > len(best.data):
-                    best = found
-                if len(found.data) >= ENOUGH * self.limit:
-                    break
-                other, low = low, here
-            else:
-                other, high = high, here
-            if low and high:
-                rise = (high[1] - low[1]) or 1.0
-                x = low[0] + min(max((goal - low[1]) / rise, 0.1), 0.9) * (high[0] - low[0])
-                continue
-            if other and other[0] != here[0] and other[1] != here[1]:
-                slope = max((here[1] - other[1]) / (here[0] - other[0]), slope / 4)
-            x = min(x + (goal - here[1]) / slope, most)
-        return best
+        target = self.floor + TARGET * (self.limit - self.floor)
+        return closest(make, self.limit, target, x, slope, straight, high, most)
 
 
 def _is_statistic(name: str) -> bool:

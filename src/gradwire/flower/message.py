@@ -21,6 +21,9 @@ WIRE = 1  # the version of the note and of updates
 NOTE = ARRAY = STYPE = "gradwire"
 TOKEN = TRAINING = 8  # bytes
 MAGIC = b"GWU"
+PERSONAL = 2**31  # numbers from here on are of models that not all clients get
+# Codes of error replies: Flower's "a mod failed", and one of our own.
+REFUSED, NEEDS_WHOLE = 6, 1606
 _HEAD = struct.Struct("<3sBI8sII")
 _CHECKED_FROM = 8
 
@@ -96,10 +99,15 @@ def seal(token: bytes, model: int, arrays: ArrayRecord, data: bytes) -> ArrayRec
     head = _HEAD.pack(MAGIC, WIRE, 0, token, model, fingerprint(arrays))
     checksum = kernels.crc32(memoryview(data), kernels.crc32(memoryview(head)[_CHECKED_FROM:]))
     whole = head[:4] + struct.pack("<I", checksum) + head[_CHECKED_FROM:] + data
-    return ArrayRecord({ARRAY: Array("uint8", (len(whole),), STYPE, whole)})
+    return as_bytes_record(whole)
 
 
-def is_update(arrays: ArrayRecord) -> bool:
+def as_bytes_record(data: bytes) -> ArrayRecord:
+    """Bytes that are gradwire's, in the place of a model's arrays."""
+    return ArrayRecord({ARRAY: Array("uint8", (len(data),), STYPE, data)})
+
+
+def is_bytes_record(arrays: ArrayRecord) -> bool:
     return any(array.stype == STYPE for array in arrays.values())
 
 

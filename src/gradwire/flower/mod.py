@@ -5,76 +5,159 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections.abc import Callable
+from logging import WARNING
 from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message
-from flwr.common.constant import ErrorCode
 from flwr.supercore import log
 
 from ..aggregate.pieces import Spec, parse_spec
-from ..errors import GradwireError
-from . import arrays, update
+from ..errors import FrameError, GradwireError
+from . import arrays, fit, update
+from .catch_up import Copy
 from .memory import ErrorMemory
-from .message import NOTE, TOKEN, Note, category, seal, single_arrays, with_records
-from .store import client_name, store_of
+from .message import (
+    ARRAY,
+    NEEDS_WHOLE,
+    NOTE,
+    PERSONAL,
+    REFUSED,
+    TOKEN,
+    Note,
+    category,
+    is_bytes_record,
+    message_bytes,
+    seal,
+    single_arrays,
+    with_records,
+)
+from .rate import spec_for
+from .store import Store, client_name, store_of
 
 ClientAppCallable = Callable[[Message, Context], Message]
-WARNING = 30
+BUDGET = "upload-budget"  # in the node config
+COPY = "model"  # in the store
+LENGTHS = 64  # bytes by which a message may grow beside its data: digits of lengths, a chunk of 5 MB more
 
 
-def compress(recipe: Spec = "co3", *, folder: str | Path | None = None) -> Compress:
+def compress(recipe: Spec = "co3", *, folder: str | Path | None = None, budget: int | str | None = None) -> Compress:
     """A Flower mod: the client sends the difference to the model it received, compressed by this recipe.
 
         app = ClientApp(mods=[gradwire.flower.compress("co3")])
 
     The server's strategy has to be a `gradwire.flower.Compressed`. Put it first among several mods, so that it is
-    the last to see the reply. `folder` is where the error memory is kept; see docs/flower.md.
+    the last to see the reply. `folder` is where the error memory is kept, and `budget` ("200kB") the most bytes that
+    a reply may take; `upload-budget` in a node's config is one for this node. See docs/flower.md.
     """
     parse_spec(update.full_spec(recipe))  # a SpecError now rather than in the first round
-    return Compress(recipe, folder)
+    return Compress(recipe, folder, None if budget is None else fit.parse_bytes(budget))
+
+
+class WholeNeeded(GradwireError):
+    """The client cannot use the updates of the model that the server sent."""
 
 
 class Compress:
-    def __init__(self, recipe: Spec, folder: str | Path | None):
-        self.recipe, self.folder = recipe, folder
+    def __init__(self, recipe: Spec, folder: str | Path | None, budget: int | None):
+        self.recipe, self.folder, self.budget = recipe, folder, budget
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         record = message.content.get(NOTE)
         if not isinstance(record, ConfigRecord):
-            if category(message) == "train":
-                _say("the server does not use gradwire.flower.Compressed: updates are sent as they are")
-            return call_next(message, context)
+            return self._as_it_is(message, context, call_next)
         try:
+            budget = self._budget(context)
             note = Note.read(record)
-            rest = {key: value for key, value in message.content.items() if key != NOTE}
+            asked = with_records(message, {key: r for key, r in message.content.items() if key != NOTE})
             store = store_of(context, note.training, self.folder)
+            if note.have is not None:
+                asked = _with_model(asked, note, store)
             memory = ErrorMemory(store)
-            left = memory.settle(note.accepted) if category(message) == "train" else {}
-            message = with_records(message, rest)
-            reply = call_next(message, context)
-            if category(message) != "train" or reply.has_error():
-                return reply
-            return self._compressed(message, reply, note, client_name(context), memory, left)
+            left = memory.settle(note.accepted) if category(asked) == "train" else {}
         except GradwireError as error:
-            return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, f"gradwire: {error}"), reply_to=message)
+            return _refusal(error, message)
+        reply = call_next(asked, context)
+        if category(asked) != "train" or reply.has_error():
+            return reply
+        try:
+            return self._compressed(asked, reply, note, client_name(context), memory, left, budget)
+        except GradwireError as error:
+            return _refusal(error, message)
+
+    def _as_it_is(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(message, context)
+        if category(message) != "train":
+            return reply
+        _say("the server does not use gradwire.flower.Compressed: updates are sent as they are")
+        try:
+            return _affordable(reply, self._budget(context))
+        except GradwireError as error:
+            return _refusal(error, message)
+
+    def _budget(self, context: Context) -> int | None:
+        own = context.node_config.get(BUDGET)
+        return self.budget if own is None else fit.parse_bytes(own if isinstance(own, str) else int(own))
 
     def _compressed(
         self, message: Message, reply: Message, note: Note, client: str, memory: ErrorMemory,
-        left: dict[str, torch.Tensor],
+        left: dict[str, torch.Tensor], budget: int | None,
     ) -> Message:  # fmt: skip
         received, sent = single_arrays(message), single_arrays(reply)
         if received is None or sent is None or not _same_model(received[1], sent[1]):
             _say("the reply does not hold the model that was received, or of other types: it is sent as it is")
-            return reply
+            return _affordable(reply, budget)
         key, model = sent[0], received[1]
         differences, values = _changes(model, sent[1])
-        encoded = update.encode(
-            differences, values, list(model), self.recipe, left, steps=note.model - 1, seed=zlib.crc32(client.encode())
-        )
+        spec = spec_for(note.rate, differences) if note.rate else self.recipe
         token = secrets.token_bytes(TOKEN)
+
+        def sealed(data: bytes) -> Message:
+            return with_records(reply, {**reply.content, key: seal(token, note.model, model, data)})
+
+        options = {"steps": note.model % PERSONAL - 1, "seed": zlib.crc32(client.encode())}
+        if budget is None:
+            encoded = update.encode(differences, values, list(model), spec, left, **options)
+        else:
+            room = budget - message_bytes(sealed(b"")) - LENGTHS * (2 + budget // 5_000_000)
+            encoded = fit.within(room, differences, values, list(model), spec, left, **options)
+        result = _affordable(sealed(encoded.data), budget)
         memory.propose(token, encoded.memory)
-        return with_records(reply, {**reply.content, key: seal(token, note.model, model, encoded.data)})
+        return result
+
+
+def _refusal(error: GradwireError, message: Message) -> Message:
+    code = NEEDS_WHOLE if isinstance(error, WholeNeeded) else REFUSED
+    return Message(Error(code, f"gradwire: {error}"), reply_to=message)
+
+
+def _affordable(reply: Message, budget: int | None) -> Message:
+    if budget is not None and not reply.has_error() and (length := message_bytes(reply)) > budget:
+        raise GradwireError(
+            f"the reply has {length} bytes, which its budget of {budget} does not allow: it is not sent"
+        )
+    return reply
+
+
+def _with_model(message: Message, note: Note, store: Store) -> Message:
+    """The message with the whole model in place of what this client missed of it; the copy is kept for the next."""
+    found = single_arrays(message)
+    if found is None:
+        raise GradwireError("the server's message has no model")
+    key, record = found
+    if not is_bytes_record(record):
+        copy = Copy.whole(note.model, arrays.tensors(record))
+    else:
+        kept = store.read(COPY)
+        if kept is None:
+            raise WholeNeeded("this client has no copy of the model, and needs the whole")
+        try:
+            copy = Copy(kept["number"], kept["model"]).apply(record[ARRAY].data)
+        except FrameError as error:
+            raise WholeNeeded(f"this client needs the whole model: {error}") from error
+        record = ArrayRecord({name: arrays.array(tensor) for name, tensor in copy.model.items()})
+    store.write(COPY, {"number": copy.number, "model": copy.model})
+    return with_records(message, {**message.content, key: record})
 
 
 def _same_model(received: ArrayRecord, sent: ArrayRecord) -> bool:

@@ -10,6 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from ..aggregate.pieces import Spec
+from .download import Chain
+from .rate import Rate
+from .rate import parse as parse_rate
 from .wire_grid import Wire
 
 
@@ -18,21 +22,26 @@ class Compressed(Strategy):
 
         strategy = gradwire.flower.Compressed(FedAvg(fraction_train=0.5))
 
-    `start` runs the strategy's own `start` over a grid that decodes; all else is the strategy's own.
+    `download` is a recipe for what goes to clients ("stc"; None for whole models), `rate` an adaptive rate of their
+    updates (`AdaQuantFL()`, `FedDQ()`). `start` runs the strategy's own `start` over a grid that decodes; all else is
+    the strategy's own.
     """
 
-    def __init__(self, strategy: Strategy):
-        self.strategy = strategy
+    def __init__(self, strategy: Strategy, *, download: Spec | None = None, rate: Rate | str | None = None):
+        if download is not None:
+            Chain(download)  # a SpecError now rather than when the training starts
+        self.strategy, self.download = strategy, download
+        self.rate = parse_rate(rate) if isinstance(rate, str) else rate
         self.wire: Wire | None = None
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         weighted_by = getattr(self.strategy, "weighted_by_key", "num-examples")
-        self.wire = Wire(grid, weighted_by=weighted_by)
+        self.wire = Wire(grid, download=self.download, rate=self.rate, weighted_by=weighted_by)
         return self.strategy.start(self.wire, *args, **options)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Messages and bytes of the run so far, by category of message: train, evaluate, query."""
-        return {name: asdict(traffic) for name, traffic in self.wire.traffic.items()} if self.wire else {}
+        return {name: asdict(traffic) for name, traffic in self.wire.meter.by_category.items()} if self.wire else {}
 
     # ── the strategy's own ──
 
@@ -58,4 +67,6 @@ class Compressed(Strategy):
         self.strategy.summary()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["strategy"], name)
+        if "strategy" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.strategy, name)

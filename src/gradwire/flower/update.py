@@ -74,10 +74,13 @@ def encode(
     return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
 
 
-def decode(data: codecs.Bytes, model: Tensors, only: str | None = None) -> dict[str, torch.Tensor]:
+def decode(
+    data: codecs.Bytes, model: Tensors, only: str | None = None, new_dtypes: bool = False
+) -> dict[str, torch.Tensor]:
     """The tensors that the update changes, as they are after it: of all the model, or of the frame with `only`.
 
-    Takes no more memory than the model itself, whatever the bytes say.
+    Takes no more memory than the model itself, whatever the bytes say. Values have the dtypes of the model's tensors,
+    or are integers where Flower has made floats of them by averaging; with `new_dtypes` they may have any.
     """
     view = memoryview(codecs.as_bytes(data))
     names = list(model)
@@ -94,8 +97,12 @@ def decode(data: codecs.Bytes, model: Tensors, only: str | None = None) -> dict[
             raise FrameError(f"a frame of {header.elements} elements for {', '.join(group[:3])}, expected {sum(sizes)}")
         if header.nonfinite:
             raise FrameError(f"a NaN or an infinity in {', '.join(group[:3])}")
-        put = _put_values if is_value else _add_differences
-        put(header, payload, group, model, result)
+        if is_value:
+            if not new_dtypes:
+                _check_dtypes(header, group, model)
+            _put_values(header, payload, group, model, result)
+        else:
+            _add_differences(header, payload, group, model, result)
     for name, tensor in result.items():
         if tensor.is_floating_point() and not _finite(tensor):
             raise FrameError(f"a NaN or an infinity in {name!r} after the update")
@@ -113,14 +120,16 @@ def _table(view: memoryview, names: Sequence[str]) -> tuple[list[tuple[bool, lis
     return table, wire.split(reader.rest())
 
 
+def _check_dtypes(header: wire.Header, group: list[str], model: Tensors) -> None:
+    for name in group:
+        expected = model[name].dtype
+        if header.dtype != expected and (header.dtype.is_floating_point or not expected.is_floating_point):
+            raise FrameError(f"{name!r} is {header.dtype}, expected {expected}")
+
+
 def _put_values(
     header: wire.Header, payload: np.ndarray, group: list[str], model: Tensors, result: dict[str, torch.Tensor]
 ) -> None:
-    for name in group:
-        if model[name].dtype != header.dtype and (
-            header.dtype.is_floating_point or not model[name].is_floating_point()
-        ):
-            raise FrameError(f"{name!r} is {header.dtype}, expected {model[name].dtype}")
     flat = torch.empty(header.elements, dtype=header.dtype)
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):

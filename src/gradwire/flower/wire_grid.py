@@ -6,85 +6,55 @@ code that uses a grid, works as before.
 
 from __future__ import annotations
 
-import math
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
-import torch
-from flwr.app import ArrayRecord, Error, Message, MetricRecord
-from flwr.common.constant import ErrorCode
+from flwr.app import Error, Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from ..aggregate.pieces import Spec
 from ..errors import GradwireError
-from . import arrays, update
-from .message import (
-    NOTE,
-    TRAINING,
-    Note,
-    category,
-    is_update,
-    like,
-    message_bytes,
-    open_update,
-    single_arrays,
-    with_records,
-)
+from . import replies
+from .message import NEEDS_WHOLE, NOTE, REFUSED, TRAINING, Note, category, like, single_arrays, with_records
+from .models import MOST_CLIENTS, Model, Models
+from .rate import Rate
+from .traffic import Meter, dense_bytes
 
 MOST_TOLD = 4096  # tokens to a client that this server has not heard of
-MOST_CLIENTS = 1 << 20  # of which the last token is known
 MOST_WAITED_FOR = 1 << 16  # messages without a reply yet
-WARNING = 30
-
-
-@dataclass
-class Model:
-    """A model as a strategy handed it over."""
-
-    number: int
-    record: ArrayRecord
-    _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        if not self._tensors:
-            self._tensors = arrays.tensors(self.record)
-        return self._tensors
+COMPRESSED = ("train", "evaluate")
 
 
 @dataclass
 class Sent:
     """A message on its way, until its reply is here."""
 
+    original: Message
     node: int
     model: Model
 
 
-@dataclass
-class Traffic:
-    """What travelled, measured at Flower's messages."""
-
-    messages: int = 0
-    replies: int = 0
-    download_bytes: int = 0
-    upload_bytes: int = 0
-    dense_upload_bytes: int = 0  # of the same replies with raw arrays
-    rejected: int = 0
-
-
 class Wire(Grid):
-    """Flower's grid around which nothing changes but the bytes."""
+    """Flower's grid around which nothing changes but the bytes.
 
-    def __init__(self, grid: Grid, *, weighted_by: str = "num-examples"):
-        self.grid, self.weighted_by = grid, weighted_by
+    `download` is the recipe of what goes to clients, None for raw arrays; `rate` says how finely they quantize;
+    `weighted_by` is the metric that strategies weight replies by.
+    """
+
+    def __init__(
+        self, grid: Grid, *, download: Spec | None = None, rate: Rate | None = None, weighted_by: str = "num-examples"
+    ):
+        self.grid, self.rate, self.weighted_by = grid, rate, weighted_by
         self.training = secrets.token_bytes(TRAINING)
         self.accepted: OrderedDict[int, bytes] = OrderedDict()  # last token of each client
-        self.traffic: dict[str, Traffic] = {}  # by category of the messages
-        self._models = 0
-        self._last: Model | None = None
+        self.models = Models(download)
+        self.meter = Meter()
         self._sent: OrderedDict[str, Sent] = OrderedDict()
 
     # ── Flower's interface ──
@@ -112,39 +82,47 @@ class Wire(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self._arrived(reply) for reply in self.grid.pull_messages(message_ids)]
+        return self._arrived(self.grid.pull_messages(message_ids))[0]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        end = None if timeout is None else time.monotonic() + timeout
+        result: list[Message] = []
         leaving = self._leaving(messages)
-        replies = list(self.grid.send_and_receive([message for message, _ in leaving], timeout=timeout))
-        self._wait_for(leaving)
-        result = [self._arrived(reply) for reply in replies]
-        for message, _ in leaving:  # whose replies would come too late
-            self._sent.pop(message.metadata.message_id, None)
+        while leaving:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            arrived = list(self.grid.send_and_receive([message for message, _ in leaving], timeout=left))
+            self._wait_for(leaving)
+            good, again = self._arrived(arrived)
+            result += good
+            for message, _ in leaving:  # whose replies would come too late
+                self._sent.pop(message.metadata.message_id, None)
+            # Clients that cannot use the updates get the whole model, in the same round.
+            leaving = self._leaving(again) if end is None or time.monotonic() < end else []
         return result
 
     # ── messages out ──
 
     def _leaving(self, messages: Iterable[Message]) -> list[tuple[Message, Sent | None]]:
+        messages = list(messages)
+        found = [single_arrays(m) if m.has_content() and category(m) in COMPRESSED else None for m in messages]
+        models = self.models.number([pair[1] for pair in found if pair is not None])
         sizes: dict[int, int] = {}
-        return [self._prepared(message, sizes) for message in messages]
+        leaving: list[tuple[Message, Sent | None]] = []
+        for message, pair in zip(messages, found, strict=True):
+            if pair is None:
+                leaving.append((message, None))
+            else:
+                sent = Sent(message, message.metadata.dst_node_id, models[id(pair[1])])
+                leaving.append((self._noted(message, pair[0], sent), sent))
+            self.meter.leaving(leaving[-1][0], sizes)
+        return leaving
 
-    def _prepared(self, message: Message, sizes: dict[int, int]) -> tuple[Message, Sent | None]:
-        found = single_arrays(message) if message.has_content() and category(message) in ("train", "evaluate") else None
-        sent = None
-        if found is not None:
-            node = message.metadata.dst_node_id
-            sent = Sent(node, self._model(found[1]))
-            note = Note(self.training, sent.model.number, self._accepted_of(node))
-            message = with_records(message, {**message.content, NOTE: note.record()})
-        self._count_download(message, sizes)
-        return message, sent
-
-    def _model(self, record: ArrayRecord) -> Model:
-        if self._last is None or self._last.record is not record:
-            self._models += 1
-            self._last = Model(self._models, record)
-        return self._last
+    def _noted(self, message: Message, key: str, sent: Sent) -> Message:
+        record, have = self.models.for_client(sent.node, sent.model)
+        rate = self.rate.instruction() if self.rate and category(message) == "train" else None
+        note = Note(self.training, sent.model.number, self._accepted_of(sent.node), rate, have)
+        self.meter.of(message).dense_download_bytes += dense_bytes(sent.model.record)
+        return with_records(message, {**message.content, key: record, NOTE: note.record()})
 
     def _accepted_of(self, node: int) -> tuple[bytes, ...]:
         """The last token of this client; of one that is new here, those of all: it may have had another number."""
@@ -159,64 +137,41 @@ class Wire(Grid):
         while len(self._sent) > MOST_WAITED_FOR:
             self._sent.popitem(last=False)
 
-    def _count_download(self, message: Message, sizes: dict[int, int]) -> None:
-        """Models are the same in many messages, and are measured once."""
-        traffic = self.traffic.setdefault(category(message), Traffic())
-        traffic.messages += 1
-        if not message.has_content():
-            return
-        for record in message.content.values():
-            if id(record) not in sizes:
-                sizes[id(record)] = message_bytes(record)
-        records = sum(sizes[id(record)] for record in message.content.values())
-        traffic.download_bytes += records + len(message.content.deflate()) + len(message.deflate())
-
     # ── replies in ──
 
-    def _arrived(self, reply: Message) -> Message:
-        sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
-        traffic = self.traffic.setdefault(category(reply), Traffic())
-        traffic.replies += 1
-        traffic.upload_bytes += message_bytes(reply)
-        if reply.has_error() or sent is None:
-            return reply
-        updates = {k: r for k, r in reply.content.items() if isinstance(r, ArrayRecord) and is_update(r)}
-        if not updates:
-            return reply
-        traffic.dense_upload_bytes += sum(len(a.data) for a in sent.model.record.values())
+    def _arrived(self, arrived: Iterable[Message]) -> tuple[list[Message], list[Message]]:
+        """Replies as the strategy gets them, and messages to be sent again, with the whole model."""
+        good, again = [], []
+        for reply in arrived:
+            self.meter.arrived(reply)
+            sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
+            if sent is None:
+                good.append(reply)
+            elif reply.has_error() and reply.error.code == NEEDS_WHOLE and sent.node in self.models.copies:
+                self.models.has_none(sent.node)
+                again.append(sent.original)
+            else:
+                good.append(reply if reply.has_error() else self._accepted_or_rejected(reply, sent))
+        if self.rate:
+            replies.observe(self.rate, [r for r in good if category(r) == "train"], self.weighted_by)
+        return good, again
+
+    def _accepted_or_rejected(self, reply: Message, sent: Sent) -> Message:
+        traffic = self.meter.of(reply)
+        if not replies.is_compressed(reply):
+            traffic.dense_upload_bytes += sum(dense_bytes(r) for r in reply.content.array_records.values())
+            return replies.raw(reply, sent.model, self.models.chain)
+        traffic.dense_upload_bytes += dense_bytes(sent.model.record)
         try:
-            return self._decoded(reply, updates, sent)
+            result, token = replies.decoded(reply, sent.model, self.weighted_by)
         except GradwireError as error:
             traffic.rejected += 1
             reason = f"gradwire: rejected the update of node {sent.node}: {error}"
             log(WARNING, reason)
-            return like(reply, error=Error(ErrorCode.MOD_FAILED_PRECONDITION, reason))
-
-    def _decoded(self, reply: Message, updates: dict[str, ArrayRecord], sent: Sent) -> Message:
-        if single_arrays(reply) is None:
-            raise GradwireError("other arrays beside the update")
-        self._check_weight(reply)
-        model = sent.model
-        ((key, record),) = updates.items()
-        token, data = open_update(record, model.number, model.record)
-        changed = update.decode(data, model.tensors)
-        decoded = {name: _array(name, changed, model, data) for name in model.record}
+            return like(reply, error=Error(REFUSED, reason))
         self.accepted[sent.node] = token
         self.accepted.move_to_end(sent.node)
         while len(self.accepted) > MOST_CLIENTS:
             self.accepted.popitem(last=False)
-        return with_records(reply, {**reply.content, key: ArrayRecord(decoded)})
-
-    def _check_weight(self, reply: Message) -> None:
-        """One weight that is not a number would spoil the mean of all."""
-        for record in reply.content.values():
-            weight = record.get(self.weighted_by) if isinstance(record, MetricRecord) else None
-            if weight is not None and (isinstance(weight, list) or not math.isfinite(weight) or weight < 0):
-                raise GradwireError(f"a weight ({self.weighted_by}) of {weight}")
-
-
-def _array(name: str, changed: dict[str, torch.Tensor], model: Model, data: memoryview) -> arrays.Array:
-    if name in changed:
-        return arrays.Decoded(changed[name], lambda: update.decode(data, model.tensors, only=name)[name])
-    own = model.tensors[name]
-    return arrays.Decoded(own.clone(), own.clone)
+        self.models.has(sent.node, sent.model.number)
+        return result

@@ -1,0 +1,72 @@
+"""Replies of clients as a strategy gets them: the server's model plus the update, as arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from ..errors import GradwireError
+from . import arrays, update
+from .download import Chain
+from .message import is_bytes_record, open_update, single_arrays, with_records
+from .models import Model
+from .rate import Rate
+
+
+def is_compressed(reply: Message) -> bool:
+    return any(is_bytes_record(r) for r in reply.content.values() if isinstance(r, ArrayRecord))
+
+
+def decoded(reply: Message, model: Model, weighted_by: str) -> tuple[Message, bytes]:
+    """The reply with arrays in place of its update, and the update's token; a GradwireError that says why not."""
+    found = single_arrays(reply)
+    if found is None:
+        raise GradwireError("other arrays beside the update")
+    weight = metrics(reply).get(weighted_by)
+    # One that is not a number would spoil the mean of all.
+    if weight is not None and (isinstance(weight, list) or not math.isfinite(weight) or weight < 0):
+        raise GradwireError(f"a weight ({weighted_by}) of {weight}")
+    key, record = found
+    token, data = open_update(record, model.number, model.record)
+    changed = update.decode(data, model.tensors)
+    record = ArrayRecord({name: _array(name, changed, model, data) for name in model.record})
+    return with_records(reply, {**reply.content, key: record}), token
+
+
+def _array(name: str, changed: dict[str, torch.Tensor], model: Model, data: memoryview) -> arrays.Array:
+    if name in changed:
+        return arrays.Decoded(changed[name], lambda: update.decode(data, model.tensors, only=name)[name])
+    return arrays.array(model.tensors[name])
+
+
+def raw(reply: Message, model: Model, chain: Chain | None) -> Message:
+    """Raw arrays pass; a model that was made of the clients' copy gets what the copy does not have."""
+    found = single_arrays(reply)
+    if chain is None or found is None or found[1].keys() != model.record.keys() or not arrays.supported(found[1]):
+        return reply
+    whole = chain.restored(arrays.tensors(found[1]))
+    record = ArrayRecord({name: arrays.array(tensor) for name, tensor in whole.items()})
+    return with_records(reply, {**reply.content, found[0]: record})
+
+
+def metrics(reply: Message) -> dict[str, Any]:
+    records = [record for record in reply.content.values() if isinstance(record, MetricRecord)]
+    return {key: value for record in records for key, value in record.items()}
+
+
+def observe(rate: Rate, replies: Sequence[Message], weighted_by: str) -> None:
+    """Tell the rate what a round of training has come to."""
+    reported = [metrics(reply) for reply in replies if not reply.has_error()]
+    if not rate.loss or not reported:
+        return
+    if not any(rate.loss in found for found in reported):
+        known = sorted({key for found in reported for key in found})
+        raise GradwireError(
+            f"the rate goes by the metric {rate.loss!r}, which no client reports: name one that they do, of "
+            f"{', '.join(known) or 'none'}, as in AdaQuantFL(loss=…)"
+        )
+    rate.observe([(found[rate.loss], found.get(weighted_by, 1.0)) for found in reported if rate.loss in found])
