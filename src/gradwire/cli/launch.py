@@ -37,8 +37,7 @@ class WorkerError(GradwireError):
 
 def launch(settings: Settings, workers: int) -> None:
     """Run the training on `workers` new processes; return when all are done, raise when one fails."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    settings = dataclasses.replace(settings, threads=settings.threads or max(1, cores // workers))
+    settings = dataclasses.replace(settings, threads=settings.threads or max(1, cores() // workers))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[bytes]] = []
     # So that a plain `kill` runs the clean-up below, too.
@@ -56,6 +55,11 @@ def launch(settings: Settings, workers: int) -> None:
         sys.exit(128 + signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _report_path(folder: str, rank: int) -> Path:

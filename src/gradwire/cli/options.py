@@ -15,6 +15,7 @@ from ..tasks.settings import SHARED, Settings
 MINIMUM_ONE = ("workers", "sync_every", "epochs", "steps", "batch_size", "save_every", "threads")
 MOST_THREADS = 4096
 DEVICES = ("cpu", "cuda")
+TIMEOUT = 300.0  # seconds
 
 
 @dataclasses.dataclass
@@ -35,7 +36,7 @@ class Options:
     save_every: int | None
     resume: Path | None
     threads: int | None
-    timeout: float
+    timeout: float | None
     sync_every: int | None
     device: str
     aggregate: str | None
@@ -48,7 +49,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
 
     What is not given comes from the checkpoint that is resumed, or from the task.
     """
-    _check_values(options)
+    check_values(options)
     saved = checkpoint.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
     if saved and not set(SHARED) - {"aggregate"} <= set(before):  # older checkpoints have none
@@ -79,15 +80,15 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
         epochs=epochs,
         steps=steps,
         data_dir=str(options.data_dir),
-        timeout=options.timeout,
+        timeout=options.timeout or TIMEOUT,
         sync_every=options.sync_every or before.get("sync_every"),
         device=options.device,
         aggregate=options.aggregate or before.get("aggregate", "all_gather"),
         aggregator=options.aggregator,
         aggregator_fallback=options.aggregator_fallback,
         threads=options.threads,
-        json=_writable(options.json, "--json"),
-        save=_writable(options.save, "--save"),
+        json=writable(options.json, "--json"),
+        save=writable(options.save, "--save"),
         save_every=options.save_every,
         resume=str(options.resume) if options.resume else None,
     )
@@ -96,7 +97,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     return settings, saved.workers if saved else None
 
 
-def _check_values(options: Options) -> None:
+def check_values(options: Options) -> None:
     for name in MINIMUM_ONE:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -107,7 +108,7 @@ def _check_values(options: Options) -> None:
         raise unknown_name("--aggregate", str(options.aggregate), AGGREGATIONS)
     if options.device not in DEVICES:
         raise unknown_name("--device", options.device, DEVICES)
-    if not 0.01 <= options.timeout < 1e9:
+    if options.timeout is not None and not 0.01 <= options.timeout < 1e9:
         raise GradwireError(f"--timeout must be 0.01 seconds or more, not {options.timeout}")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise GradwireError(f"--seed must be from 0 to 2^63 − 1, not {options.seed}")
@@ -121,7 +122,7 @@ def _check_values(options: Options) -> None:
         raise GradwireError("a checkpoint holds one run: give one --codec with --save or --resume")
 
 
-def _writable(path: Path | None, option: str) -> str | None:
+def writable(path: Path | None, option: str) -> str | None:
     if path is None:
         return None
     if path.is_dir() or not os.access(path.parent, os.W_OK):

@@ -20,14 +20,14 @@ def show(summary: dict[str, Any]) -> None:
     first = runs[0]
     workers = f"{summary['workers']} worker{'s' if summary['workers'] > 1 else ''}"
     metrics = [name for name in first["history"][-1] if name not in ("epoch", "step")]
-    results = _table(
+    results = table(
         f"{summary['task']}: {workers}, {first['parameters']:,} parameters, "
         f"{first['steps']:,} steps, seed {summary['seed']}",
         f"test figures; bytes per worker, over {first['measured_steps']:,} steps",
         *("\n".join(name.replace("_", " ").rsplit(" ", 1)) for name in metrics),
         *("frame\nbytes", "wire bytes\nsent", "fp32 /\nframe", "bits per\nparameter"),
     )
-    times = _table("Milliseconds per step", "mean over steps and workers", "total", *PHASES)
+    times = table("Milliseconds per step", "mean over steps and workers", "total", *PHASES)
     for run in runs:
         results.add_row(
             run["codec"],
@@ -44,7 +44,7 @@ def show(summary: dict[str, Any]) -> None:
     console.print(times)
 
 
-def _table(title: str, caption: str, *headings: str) -> Table:
+def table(title: str, caption: str, *headings: str) -> Table:
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("codec", overflow="fold", min_width=10)
     for heading in headings:

@@ -11,10 +11,13 @@ from typer import Option
 from ..errors import GradwireError
 from ..gradients import AGGREGATIONS
 from ..tasks import TASKS
+from . import federated as federated_runs
 from . import launch, worker
-from .options import Options, resolve
+from .federated import FederatedOptions
+from .options import TIMEOUT, Options, resolve
 
 DEFAULT_WORKERS = 2
+FEDERATED = "Federated learning, on Flower's simulation engine"
 
 
 def train(
@@ -53,11 +56,64 @@ def train(
         int | None, Option(help="Torch threads per worker. Default: this machine's cores, shared out.")
     ] = None,
     device: Annotated[str, Option(help="cpu or cuda; workers of a host share its GPUs.")] = "cpu",
-    timeout: Annotated[float, Option(metavar="SECONDS", help="How long to wait for another worker.")] = 300.0,
+    timeout: Annotated[
+        float | None, Option(metavar="SECONDS", help=f"How long to wait for another worker. Default: {TIMEOUT:.0f}.")
+    ] = None,
+    federated: Annotated[
+        bool, Option("--federated", help="Clients and a server in place of workers.", rich_help_panel=FEDERATED)
+    ] = False,
+    clients: Annotated[
+        int | None, Option(help=f"Default: {federated_runs.CLIENTS}.", rich_help_panel=FEDERATED)
+    ] = None,
+    per_round: Annotated[
+        int | None,
+        Option(
+            metavar="CLIENTS",
+            rich_help_panel=FEDERATED,
+            help=f"That train in a round. Default: all, but at most {federated_runs.MOST_PER_ROUND}.",
+        ),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        Option(
+            rich_help_panel=FEDERATED,
+            help="Classes are dealt out by a Dirichlet distribution: 0.1 is much skew, 1 little. Default: none.",
+        ),
+    ] = None,
+    rounds: Annotated[int | None, Option(help=f"Default: {federated_runs.ROUNDS}.", rich_help_panel=FEDERATED)] = None,
+    local_epochs: Annotated[
+        int | None,
+        Option(
+            metavar="EPOCHS",
+            rich_help_panel=FEDERATED,
+            help=f"Of a client in a round. Default: {federated_runs.LOCAL_EPOCHS}.",
+        ),
+    ] = None,
+    download: Annotated[
+        str | None,
+        Option(metavar="SPEC", rich_help_panel=FEDERATED, help="Compress what the server sends, too. Default: no."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        Option(
+            metavar="BYTES",
+            rich_help_panel=FEDERATED,
+            help="Of a client's upload in a round, such as 200kB: the codec's parameters are chosen to fit.",
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        Option(
+            metavar="SCHEDULE",
+            rich_help_panel=FEDERATED,
+            help=f"Of the codec's levels over the rounds: {' or '.join(federated_runs.RATES)}.",
+        ),
+    ] = None,
 ) -> None:
     """Train a small model on several workers that compress the gradients they exchange.
 
-    Starts the workers itself; under torchrun, on one host or several, it is one of the workers.
+    Starts the workers itself; under torchrun, on one host or several, it is one of the workers. With --federated,
+    clients that hold different data send compressed updates to a server.
 
     **Examples**
 
@@ -75,6 +131,12 @@ def train(
 
     On each of two hosts: `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400
     -m gradwire.cli train --task text`
+
+    Federated: `gradwire train --federated --clients 100 --per-round 10 --alpha 0.3 --codec none --codec co3`
+
+    Both ways sparse: `gradwire train --federated --codec stc --download stc`
+
+    At most so many bytes from a client in a round: `gradwire train --federated --budget 20kB`
     """
     world = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     if world and workers not in (None, int(world)):
@@ -83,6 +145,12 @@ def train(
         task, codec, workers, epochs, steps, batch_size, lr, seed, data_dir, json, save, save_every, resume,
         threads, timeout, sync_every, device, aggregate, aggregator, aggregator_fallback,
     )  # fmt: skip
+    federation = FederatedOptions(clients, per_round, alpha, rounds, local_epochs, download, budget, rate)
+    if federated:
+        if world:
+            raise GradwireError("--federated starts its clients itself: run it without torchrun")
+        return federated_runs.train(options, federation)
+    federation.check_unused()
     settings, workers_before = resolve(options)
     if world:
         worker.run(settings)

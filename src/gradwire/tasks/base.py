@@ -64,6 +64,10 @@ class Task(ABC):
     def data_checksum(self) -> int:
         """A number that is equal on all workers when they train on the same data."""
 
+    def train_labels(self) -> torch.Tensor | None:
+        """The class of each training example, where it has one."""
+        return None
+
     def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
 

@@ -42,6 +42,9 @@ class ImageTask(Task):
     def test_batch(self, indices: torch.Tensor) -> Batch:
         return self.normalize(self.test.pixels[indices]), self.test.labels[indices]
 
+    def train_labels(self) -> torch.Tensor:
+        return self.train.labels
+
     def augment(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """The images as they are; tasks that gain from augmentation override this."""
         return pixels

@@ -1,0 +1,95 @@
+"""Which federated trainings benchmarks/federated.py makes: settings, contestants, and a choice of their product."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+SKEW = 0.3  # Dirichlet's α
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """How messages travel: the clients' recipe, and the server's where downloads are compressed too."""
+
+    codec: str
+    download: str | None = None
+    rate: str | None = None  # how the server changes the clients' recipe over the rounds
+    note: str = ""
+
+
+# Clients keep a residual that is sent when they take part again, ten rounds later on average.
+STC = "stc:p=0.02"
+SBC = "sbc:p=0.01"
+
+PLAIN = "none"
+CONTESTANTS: dict[str, Contestant] = {
+    PLAIN: Contestant("none", note="FedAvg as Flower has it: raw fp32 arrays"),
+    "fp16": Contestant("fp16"),
+    "co3 fp8": Contestant("co3:format=fp8"),
+    "co3": Contestant("co3", note="fp4"),
+    "ecq 1 bit": Contestant("ecq:rate=1", note="ours"),
+    "m22": Contestant("m22"),
+    "topk 10%": Contestant("topk:p=0.1", note="what DeepReduce starts from"),
+    "sbc": Contestant(SBC, note="SBC(2): 1% of the update of a round"),
+    "stc up": Contestant(STC),
+    "stc up+down": Contestant(STC, download=STC),
+    "adaquantfl": Contestant("qsgd", rate="adaquantfl"),
+}
+
+# The arguments of FederatedSettings that are not the same for all.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cifar10-100-iid": {
+        "task": "cifar10", "clients": 100, "per_round": 10, "rounds": 200, "local_epochs": 2, "batch_size": 50,
+        "lr": 0.1, "evaluate_every": 5,
+    },
+    "cifar10-100-skew": {
+        "task": "cifar10", "clients": 100, "per_round": 10, "rounds": 200, "local_epochs": 2, "batch_size": 50,
+        "lr": 0.1, "evaluate_every": 5, "alpha": SKEW,
+    },
+    "cifar10-10-iid": {
+        "task": "cifar10", "clients": 10, "per_round": 10, "rounds": 40, "local_epochs": 1, "batch_size": 50,
+        "lr": 0.1, "evaluate_every": 1,
+    },
+    "fashion-100-skew": {
+        "task": "fashion-mnist", "clients": 100, "per_round": 10, "rounds": 100, "local_epochs": 1, "batch_size": 50,
+        "lr": 0.05, "evaluate_every": 5, "alpha": SKEW,
+    },
+    "fashion-10-iid": {
+        "task": "fashion-mnist", "clients": 10, "per_round": 10, "rounds": 20, "local_epochs": 1, "batch_size": 50,
+        "lr": 0.05, "evaluate_every": 1,
+    },
+}  # fmt: skip
+
+# Chosen well rather than the full product: every contestant once, then those that non-IID data are hard for, then
+# few clients with much data each.
+CHOICE: dict[str, tuple[str, ...]] = {
+    "cifar10-100-iid": tuple(name for name in CONTESTANTS if name != "topk 10%"),
+    "cifar10-100-skew": (PLAIN, "co3", "m22", "sbc", "stc up+down"),
+    "cifar10-10-iid": (PLAIN, "co3", "ecq 1 bit", "m22", "topk 10%", "stc up"),
+    "fashion-100-skew": tuple(name for name in CONTESTANTS if name != "topk 10%"),
+    "fashion-10-iid": (PLAIN, "co3", "ecq 1 bit", "topk 10%", "stc up+down"),
+}
+
+
+def contestant(name: str) -> Contestant:
+    """Of this name, or "CODEC" or "CODEC / DOWNLOAD", to try others."""
+    if name in CONTESTANTS:
+        return CONTESTANTS[name]
+    codec, _, download = (part.strip() for part in name.partition("/"))
+    return Contestant(codec, download or None)
+
+
+def describe(name: str) -> str:
+    """A setting in words."""
+    values = SETTINGS[name]
+    alpha = values.get("alpha", math.inf)
+    data = "IID" if alpha == math.inf else f"Dirichlet α = {alpha}"
+    return f"{values['task']}, {values['clients']} clients, {values['per_round']} a round, {data}"
+
+
+def file_name(setting: str, contestant: str, seed: int) -> str:
+    """Such as cifar10-100-iid_stc-up-down_0.json."""
+    return f"{setting}_{re.sub(r'[^a-z0-9=.]+', '-', contestant.lower()).strip('-')}_{seed}.json"

@@ -1,0 +1,142 @@
+"""`gradwire train --federated`: from its options to the settings, one run for each codec, and the closing table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from .. import __version__, tasks
+from ..catalogue import recipe
+from ..errors import GradwireError, unknown_name
+from ..tasks.federated.settings import FederatedSettings
+from ..tasks.training import own_device
+from . import federated_report, simulation
+from .launch import cores
+from .options import Options, check_values, writable
+from .report import write_json
+from .rounds import Rounds
+
+CLIENTS, MOST_PER_ROUND, ROUNDS, LOCAL_EPOCHS = 10, 10, 20, 1
+RATES = ("adaquantfl", "feddq")
+UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# Options of workers, and what takes their place.
+OF_WORKERS = {
+    "workers": "give --clients and --per-round",
+    "epochs": "give --rounds and --local-epochs",
+    "steps": "give --rounds and --local-epochs",
+    "sync_every": "give --local-epochs",
+    "aggregate": "the server adds up: leave it out",
+    "aggregator": "the server adds up: leave it out",
+    "aggregator_fallback": "the server adds up: leave it out",
+    "save": "federated runs have no checkpoints: leave it out",
+    "save_every": "federated runs have no checkpoints: leave it out",
+    "resume": "federated runs have no checkpoints: leave it out",
+    "timeout": "a round waits for all of its clients: leave it out",
+}
+
+
+@dataclasses.dataclass
+class FederatedOptions:
+    """As given on the command line; None where the user left the choice to us."""
+
+    clients: int | None
+    per_round: int | None
+    alpha: float | None
+    rounds: int | None
+    local_epochs: int | None
+    download: str | None
+    budget: str | None
+    rate: str | None
+
+    def check_unused(self) -> None:
+        """Without --federated."""
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None:
+                raise GradwireError(f"{_option(name)} is for federated runs: add --federated, or leave it out")
+
+
+def train(options: Options, federated: FederatedOptions) -> None:
+    """Run once per codec on Flower's simulation engine, and show what came out."""
+    settings, codecs = resolve(options, federated)
+    json = writable(options.json, "--json")
+    simulation.check_installed()
+    simulation.prepare()
+    from ..tasks.federated.run import FederatedRun
+
+    try:
+        with Rounds(settings.rounds) as rounds:
+            runs = [FederatedRun(settings, codec, *rounds.of(codec)) for codec in codecs]
+            simulation.simulate(runs)
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        simulation.leave(interrupt)
+    summary = {"gradwire": __version__, "torch": torch.__version__, "federated": True, **settings.shared()}
+    summary |= {"codecs": codecs, "runs": [run.figures() for run in runs]}
+    federated_report.show(summary)
+    if json:
+        write_json(Path(json), summary)
+
+
+def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSettings, list[str]]:
+    """The settings and the codecs; whatever is wrong with the options is said here."""
+    for name, fix in OF_WORKERS.items():
+        if getattr(options, name):
+            raise GradwireError(f"{_option(name)} does not go with --federated: {fix}")
+    check_values(options)
+    for name in ("clients", "per_round", "rounds", "local_epochs"):
+        value = getattr(federated, name)
+        if value is not None and value < 1:
+            raise GradwireError(f"{_option(name)} must be at least 1, not {value}")
+    task = tasks.find(options.task or "digits")
+    clients = federated.clients or CLIENTS
+    per_round = federated.per_round or min(clients, MOST_PER_ROUND)
+    if per_round > clients:
+        raise GradwireError(f"--per-round {per_round} is more than there are: give --clients {per_round} or more")
+    if federated.rate not in (None, *RATES):
+        raise unknown_name("--rate", str(federated.rate), RATES)
+    own_device(options.device)
+    settings = FederatedSettings(
+        task=task.name,
+        clients=clients,
+        per_round=per_round,
+        rounds=federated.rounds or ROUNDS,
+        local_epochs=federated.local_epochs or LOCAL_EPOCHS,
+        batch_size=options.batch_size or task.defaults.batch_size,
+        lr=options.lr or task.defaults.lr,
+        seed=options.seed or 0,
+        alpha=math.inf if federated.alpha is None else federated.alpha,
+        data_dir=str(options.data_dir.absolute()),  # clients run in another folder
+        device=options.device,
+        threads=options.threads,
+        download=str(_recipe(federated.download, "--download")) if federated.download else None,
+        budget=parse_bytes(federated.budget) if federated.budget else None,
+        rate=federated.rate,
+    )
+    threads = options.threads or max(1, cores() // simulation.actors(settings))
+    codecs = options.codecs or ["co3"]
+    for codec in codecs:
+        _recipe(codec, "--codec")
+    return dataclasses.replace(settings, threads=threads), codecs
+
+
+def _recipe(spec: str, option: str) -> str:
+    if spec.partition(":")[0] == "auto":
+        raise GradwireError(f"{option} auto goes by the clock of an exchange between workers: name a recipe")
+    recipe(spec)
+    return spec
+
+
+def parse_bytes(text: str) -> int:
+    """`200kB`, `1.5 MiB` or a plain number of bytes."""
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", text)
+    units = {name.lower(): factor for name, factor in UNITS.items()}
+    if not found or found[2].lower() not in units or (count := round(float(found[1]) * units[found[2].lower()])) < 1:
+        raise GradwireError(f"--budget {text}: it is a number of bytes, such as 200000, 200kB or 1.5MB")
+    return count
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

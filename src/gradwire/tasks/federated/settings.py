@@ -1,0 +1,62 @@
+"""What a federated run is asked to do, the same on the server and on all clients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import find
+from ..base import Task
+from ..images import ImageTask, LabelledImages
+from ..partition import partition
+from ..training import own_device
+
+
+@dataclass(frozen=True)
+class FederatedSettings:
+    task: str
+    clients: int
+    per_round: int  # clients that train in a round
+    rounds: int
+    local_epochs: int  # passes of a client over its examples in a round
+    batch_size: int
+    lr: float  # the highest; it falls to zero along half a cosine over the rounds
+    seed: int
+    evaluate_every: int = 1  # rounds; the last is always evaluated
+    alpha: float = math.inf  # of the Dirichlet distribution that shares out classes; ∞: all clients alike
+    data_dir: str = "data"
+    device: str = "cpu"
+    threads: int | None = None  # of torch, for each client
+    download: str | None = None  # recipe of what the server sends
+    budget: int | None = None  # bytes that a client may upload in a round
+    rate: str | None = None  # how the server changes the clients' recipe over the rounds
+
+    def shared(self) -> dict[str, Any]:
+        """What shapes the outcome; JSON has no infinity, and alpha is null where clients are alike."""
+        values = asdict(self) | {"alpha": None if self.alpha == math.inf else self.alpha}
+        return {name: value for name, value in values.items() if name not in ("data_dir", "threads")}
+
+    def load(self) -> Task:
+        """The task with its data, which a process loads once."""
+        return _load(self.task, self.data_dir, self.device)
+
+    def examples_of(self, client: int) -> np.ndarray:
+        return _parts(self)[client]
+
+
+@functools.lru_cache(maxsize=1)
+def _load(name: str, data_dir: str, device: str) -> Task:
+    task = find(name)(Path(data_dir))
+    if device != "cpu" and isinstance(task, ImageTask):  # so that batches need not travel
+        task.train = LabelledImages(*(tensor.to(own_device(device)) for tensor in task.train))
+    return task
+
+
+@functools.lru_cache(maxsize=4)
+def _parts(settings: FederatedSettings) -> list[np.ndarray]:
+    return partition(settings.load(), settings.clients, settings.seed, settings.alpha, settings.batch_size)

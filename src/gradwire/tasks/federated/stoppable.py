@@ -1,0 +1,65 @@
+"""A grid that stops waiting when it is told to.
+
+Flower's simulation runs the server app in a thread that waits up to an hour for replies. Were the engine to fail, or
+the user to press Ctrl-C, that thread would keep the process alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+PULL_EVERY = 0.05  # seconds
+
+
+class Stopped(Exception):
+    """The run is over: nobody waits for what the server app would do next."""
+
+
+class Stoppable(Grid):
+    """Flower's grid, but for its waiting."""
+
+    def __init__(self, grid: Grid, stop: threading.Event) -> None:
+        self.grid, self.stop = grid, stop
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        waiting = set(self.grid.push_messages(messages))
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        replies: list[Message] = []
+        while True:
+            if self.stop.is_set():
+                raise Stopped
+            arrived = list(self.grid.pull_messages(waiting))
+            replies += arrived
+            waiting -= {reply.metadata.reply_to_message_id for reply in arrived}
+            if not waiting or time.monotonic() > deadline:
+                return replies
+            self.stop.wait(PULL_EVERY)
+
+    # ── Flower's own ──
+
+    def set_run(self, run: Any) -> None:
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        return self.grid.run
+
+    def create_message(self, *args: Any, **options: Any) -> Message:
+        return self.grid.create_message(*args, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        if self.stop.is_set():
+            raise Stopped
+        return self.grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.grid.pull_messages(message_ids)
