@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,14 @@ class Decoded(Array):
             raise AttributeError(name)
         self.data = Array.from_numpy_ndarray(self.numpy()).data
         return self.data
+
+
+def record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """A record of these very arrays: Flower's constructor would make bytes of those that are decoded."""
+    result = ArrayRecord()
+    for name, array in arrays.items():
+        result[name] = array
+    return result
 
 
 def supported(arrays: ArrayRecord) -> bool:
