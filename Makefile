@@ -14,8 +14,9 @@ demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 test: $(VENV)/.test        ## all tests, two at a time
 	$(BIN)/python -m pytest -n 2
 
-nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, both aggregations, 2 to 4 ranks
+nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, both aggregations, 2 to 4 ranks; Flower's engines
 	$(BIN)/python tests/nightly_replicas.py
+	$(BIN)/python -m pytest --slow tests/test_flower_deployment.py
 
 lint: $(VENV)/.lint        ## style and types
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ def one(options: argparse.Namespace, setting: str, name: str) -> None:
     import torch
 
     from gradwire.flower import one_process
+    from gradwire.tasks.federated.apps import apps
     from gradwire.tasks.federated.run import FederatedRun
     from gradwire.tasks.federated.settings import FederatedSettings
 
@@ -57,7 +58,7 @@ def one(options: argparse.Namespace, setting: str, name: str) -> None:
         raise SystemExit(f"round {server_round}: the reply of client {client} was rejected: {reason}")
 
     run = FederatedRun(settings, chosen.codec, on_round, on_failure)
-    one_process.run(run.server_app, run.client_app, settings.clients)
+    one_process.run(*apps([run]), settings.clients)
     result = {
         "setting": setting,
         "contestant": name,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import struct
 import zlib
 
@@ -63,6 +65,21 @@ def test_a_strategy_of_ones_own_with_its_own_start() -> None:
     strategy = flower.Compressed(Sum())
     result, _ = run(strategy, adding_client([flower.compress("co3")]), rounds=2)
     assert strategy.started and "scalar" in final(result)
+
+
+def test_a_strategy_that_takes_a_clients_model_as_it_is() -> None:
+    """Such arrays go out again, as bytes, and through pickle in Flower's simulation."""
+
+    class First(FedAvg):
+        def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+            record = min(replies, key=lambda reply: reply.metadata.src_node_id).content["arrays"]
+            again = pickle.loads(pickle.dumps(record))
+            assert all((again[name].numpy() == record[name].numpy()).all() for name in record)
+            return copy.deepcopy(record) if server_round == 1 else record, MetricRecord()
+
+    strategy = flower.Compressed(First())
+    result, _ = run(strategy, adding_client([flower.compress("co3")]))
+    assert not strategy.stats()["train"]["rejected"] and len(result.arrays) == len(start_model())
 
 
 def test_the_mean_is_that_of_the_decoded_updates_by_weight() -> None:

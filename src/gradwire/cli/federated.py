@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,14 +67,14 @@ def train(options: Options, federated: FederatedOptions) -> None:
     simulation.prepare()
     from ..tasks.federated.run import FederatedRun
 
-    runs: list[dict[str, Any]] = []
-    for codec in codecs:
-        with Rounds(codec, settings.rounds) as rounds:
-            run = FederatedRun(settings, codec, rounds.on_round, rounds.on_failure)
-            simulation.simulate(run)
-        runs.append(run.figures())
+    try:
+        with Rounds(settings.rounds) as rounds:
+            runs = [FederatedRun(settings, codec, *rounds.of(codec)) for codec in codecs]
+            simulation.simulate(runs)
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        simulation.leave(interrupt)
     summary = {"gradwire": __version__, "torch": torch.__version__, "federated": True, **settings.shared()}
-    summary |= {"codecs": codecs, "runs": runs}
+    summary |= {"codecs": codecs, "runs": [run.figures() for run in runs]}
     federated_report.show(summary)
     if json:
         write_json(Path(json), summary)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from .progress import LINES
 
+OnRound = Callable[[dict[str, float]], None]
+OnFailure = Callable[[int, int, str], None]
 BYTES = ("upload_bytes", "download_bytes")
 
 
 class Rounds:
-    """Replies that could not be used are shown above the bar."""
+    """One bar for each run, from its first round on; replies that could not be used are shown above."""
 
-    def __init__(self, codec: str, rounds: int) -> None:
-        self.console, self.codec, self.total = Console(), codec, rounds
-        self.bar = Progress(
+    def __init__(self, rounds: int) -> None:
+        self.console, self.total = Console(), rounds
+        self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -27,22 +31,33 @@ class Rounds:
         )
 
     def __enter__(self) -> Rounds:
-        self.bar.start()
-        self.row = self.bar.add_task(escape(self.codec), total=self.total, figures="starting clients …")
+        self.bars.start()
+        self.starting: TaskID | None = self.bars.add_task("", total=None, figures="starting Flower and its clients")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        self.bars.stop()
 
-    def on_round(self, figures: dict[str, float]) -> None:
-        done = int(figures["round"])
-        text = self._text(figures)
-        self.bar.update(self.row, completed=done, figures=text)
-        if self.bar.disable and done and done * LINES // self.total > (done - 1) * LINES // self.total:
-            self._print(f"{self.codec}: round {done}/{self.total}, {text}")
+    def of(self, codec: str) -> tuple[OnRound, OnFailure]:
+        """What to call after each round of this run, and for each reply that could not be used."""
+        row: TaskID | None = None
 
-    def on_failure(self, server_round: int, client: int, reason: str) -> None:
-        self._print(f"warning: {self.codec}: round {server_round} goes on without client {client}: {reason}")
+        def on_round(figures: dict[str, float]) -> None:
+            nonlocal row
+            if self.starting is not None:
+                self.bars.remove_task(self.starting)
+                self.starting = None
+            if row is None:
+                row = self.bars.add_task(escape(codec), total=self.total, figures="")
+            done, text = int(figures["round"]), self._text(figures)
+            self.bars.update(row, completed=done, figures=text)
+            if self.bars.disable and done and done * LINES // self.total > (done - 1) * LINES // self.total:
+                self._print(f"{codec}: round {done}/{self.total}, {text}")
+
+        def on_failure(server_round: int, client: int, reason: str) -> None:
+            self._print(f"warning: {codec}: round {server_round} goes on without client {client}: {reason}")
+
+        return on_round, on_failure
 
     def _text(self, figures: dict[str, float]) -> str:
         name = next(key for key in figures if key != "round")  # the most telling one is first

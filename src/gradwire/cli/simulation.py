@@ -7,6 +7,7 @@ it starts and stops. Whatever ends the engine, Ctrl-C too, has to end that threa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import logging
@@ -15,10 +16,9 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import GradwireError
 from ..tasks.federated.settings import FederatedSettings
@@ -27,6 +27,7 @@ from .launch import cores
 if TYPE_CHECKING:
     from ..tasks.federated.run import FederatedRun
 
+PR_SET_PDEATHSIG = 1
 LONGEST_PATH = 107  # of a socket; Ray's are that of the folder and this much
 RAY_SOCKET = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 
@@ -38,9 +39,15 @@ def check_installed() -> None:
 
 def prepare() -> None:
     """Before Flower and Ray are imported: neither reports to its makers unless the user has asked for it."""
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new way; the old one warns
+    for name in (
+        "FLWR_TELEMETRY_ENABLED",
+        "RAY_USAGE_STATS_ENABLED",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",  # its new way; the old one warns
+        "RAY_enable_worker_prestart",  # of processes that nobody would use
+        "RAY_prestart_worker_first_driver",
+    ):
+        os.environ.setdefault(name, "0")
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it answers a plain `kill` with a stack trace
 
 
 def actors(settings: FederatedSettings) -> int:
@@ -48,15 +55,21 @@ def actors(settings: FederatedSettings) -> int:
     return max(1, min(settings.per_round, cores() // (settings.threads or 1)))
 
 
-def simulate(run: FederatedRun) -> None:
-    """Run the apps to their end; raises what the server app raised."""
+def simulate(runs: Sequence[FederatedRun]) -> None:
+    """Run them to their end, one after the other; raises what the server app raised.
+
+    After an interrupt, threads of the engine go on waiting for a Ray that is gone: the process has to end by `leave`.
+    """
     from flwr.simulation import run_simulation
 
-    count = actors(run.settings)
-    gpus = _gpus() if run.settings.device == "cuda" else 0
+    from ..tasks.federated.apps import apps
+
+    settings, stop = runs[0].settings, threading.Event()
+    server_app, client_app = apps(runs, stop)
+    count, gpus = actors(settings), _gpus() if settings.device == "cuda" else 0
     try:
         with _quiet(), _ray_folder() as folder:
-            resources: dict[str, Any] = {
+            backend: dict[str, Any] = {
                 "init_args": {
                     "address": "local",  # never somebody else's Ray
                     "num_cpus": count,
@@ -67,39 +80,38 @@ def simulate(run: FederatedRun) -> None:
                 },
                 "client_resources": {"num_cpus": 1, "num_gpus": gpus / count},
             }
-            client_app: Any = EndsWithRay(run.client_app)
-            run_simulation(run.server_app, client_app, run.settings.clients, backend_config=resources)
+            ending: Any = EndsWithRay(client_app)
+            run_simulation(server_app, ending, settings.clients, backend_config=backend)
     except RuntimeError as error:
         raise GradwireError(f"Flower's simulation engine failed: {_first_cause(error)}") from error
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     finally:
-        run.stop.set()
+        stop.set()
         _shut_ray_down()
 
 
+def leave(interrupt: BaseException) -> NoReturn:
+    """End the process now, without waiting for threads. A plain `kill` is a SystemExit here: Ray makes it one."""
+    print("stopped", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(128 + (signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM))
+
+
 class EndsWithRay:
-    """A client app whose process ends with the one that started it: left to itself, it stays for a minute."""
+    """A client app whose process ends with Ray's own: left to itself, it may stay for a minute."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     def __call__(self, message: Any, context: Any) -> Any:
-        _watch_parent()
+        _end_with_parent()
         return self.app(message, context)
 
 
 @functools.cache
-def _watch_parent() -> None:
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _end_with_parent() -> None:
+    """By the kernel: Python's threads stand still while Ray takes its time to leave."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -39,6 +39,13 @@ class Decoded(Array):
         self.data = Array.from_numpy_ndarray(self.numpy()).data
         return self.data
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Elsewhere, and in copies, it is an ordinary array."""
+        return Array, (self.dtype, self.shape, self.stype, self.data)
+
+
+Decoded.__qualname__ = Array.__qualname__  # by which Flower knows what to make of an object's bytes
+
 
 def record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """A record of these very arrays: Flower's constructor would make bytes of those that are decoded."""

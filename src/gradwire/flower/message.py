@@ -21,6 +21,7 @@ WIRE = 1  # the version of the note and of updates
 NOTE = ARRAY = STYPE = "gradwire"
 TOKEN = TRAINING = 8  # bytes
 MAGIC = b"GWU"
+PERSONAL = 2**31  # numbers from here on are of models that not all clients get
 # Codes of error replies: Flower's "a mod failed", and one of our own.
 REFUSED, NEEDS_WHOLE = 6, 1606
 _HEAD = struct.Struct("<3sBI8sII")

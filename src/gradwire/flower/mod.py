@@ -21,6 +21,7 @@ from .message import (
     ARRAY,
     NEEDS_WHOLE,
     NOTE,
+    PERSONAL,
     REFUSED,
     TOKEN,
     Note,
@@ -114,7 +115,7 @@ class Compress:
         def sealed(data: bytes) -> Message:
             return with_records(reply, {**reply.content, key: seal(token, note.model, model, data)})
 
-        options = {"steps": note.model - 1, "seed": zlib.crc32(client.encode())}
+        options = {"steps": note.model % PERSONAL - 1, "seed": zlib.crc32(client.encode())}
         if budget is None:
             encoded = update.encode(differences, values, list(model), spec, left, **options)
         else:

@@ -12,10 +12,9 @@ from flwr.app import Array, ArrayRecord
 from ..aggregate.pieces import Spec
 from . import arrays
 from .download import Chain
-from .message import as_bytes_record
+from .message import PERSONAL, as_bytes_record
 
 MOST_CLIENTS = 1 << 20
-PERSONAL = 2**31  # numbers from here on are of models that not all clients get
 
 
 @dataclass
@@ -50,8 +49,8 @@ class Models:
             return {identity: self._common(record)}
         models = {}
         for identity, record in distinct.items():
-            self._numbers += 1
-            models[identity] = Model(PERSONAL + self._numbers % PERSONAL, record)
+            self._numbers = self._numbers % (PERSONAL - 1) + 1
+            models[identity] = Model(PERSONAL + self._numbers, record)
         return models
 
     def _common(self, record: ArrayRecord) -> Model:

@@ -67,4 +67,6 @@ class Compressed(Strategy):
         self.strategy.summary()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["strategy"], name)
+        if "strategy" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.strategy, name)

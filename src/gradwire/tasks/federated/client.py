@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -17,18 +18,30 @@ from ..training import learning_rate_factor, own_device
 from .settings import FederatedSettings
 
 Answer = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, Answer], Message]
 
 
-def client_app(settings: FederatedSettings, codec: str) -> ClientApp:
-    """Light, since engines copy it with every message: data are loaded where it runs."""
-    mods: list[Callable[[Message, Context, Answer], Message]] = [failures_in_one_line]
-    if codec != "none" or settings.download or settings.budget or settings.rate:
-        budget = {"budget": settings.budget} if settings.budget else {}
-        mods.append(compress(codec, **budget))
-    app = ClientApp(mods=mods)
-    app.train()(LocalTraining(settings))
+def client_app(runs: Sequence[tuple[FederatedSettings, str]]) -> ClientApp:
+    """Of several runs, with a codec each; the server names the run. Light, since engines copy it with every message:
+    data are loaded where it runs."""
+    app = ClientApp()
     app.query()(number)
+    for i, (settings, codec) in enumerate(runs):
+        app.train(action(i), mods=mods(settings, codec))(LocalTraining(settings))
     return app
+
+
+def action(run: int) -> str:
+    """What Flower calls the different things that an app may do with messages of one type."""
+    return f"run{run}"
+
+
+def mods(settings: FederatedSettings, codec: str) -> list[Mod]:
+    """Without compression of any kind, updates are left to Flower."""
+    if codec == "none" and not (settings.download or settings.budget or settings.rate):
+        return [failures_in_one_line]
+    limit: dict[str, Any] = {"budget": settings.budget} if settings.budget else {}
+    return [failures_in_one_line, compress(codec, **limit)]
 
 
 def failures_in_one_line(message: Message, context: Context, answer: Answer) -> Message:

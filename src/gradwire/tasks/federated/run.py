@@ -1,40 +1,27 @@
-"""One federated run: the apps of server and clients, and the figures once an engine has run them."""
+"""One federated run on the server's side: its rounds, and its figures."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, RecordDict
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
 
 from ... import checkpoint
 from ...catalogue import recipe
-from ...errors import AggregateError
 from ...flower import Compressed
 from ..base import evaluation_sums
 from ..training import own_device
-from .client import client_app
 from .settings import FederatedSettings
-from .stoppable import Stoppable
 from .strategy import OnFailure, SeededFedAvg
 
-PATIENCE = 300.0  # seconds for clients to appear
 OnRound = Callable[[dict[str, float]], None]  # the figures of a round: those of the history
 
 
 class FederatedRun:
-    """`server_app` and `client_app` are plain Flower apps, for `flwr.simulation.run_simulation` or any other engine.
-
-        run = FederatedRun(settings, "co3")
-        gradwire.flower.one_process.run(run.server_app, run.client_app, settings.clients)
-        run.figures()
-
-    Callbacks come from the thread of the server app. `stop`, once set, ends it, whatever it waits for.
-    """
+    """What the server does, and what came of it. Callbacks come from the thread of the server app."""
 
     def __init__(
         self, settings: FederatedSettings, codec: str, on_round: OnRound | None = None,
@@ -43,14 +30,23 @@ class FederatedRun:
         self.settings, self.codec = settings, codec
         self.on_round: OnRound = on_round or (lambda figures: None)
         self.on_failure: OnFailure = on_failure or (lambda server_round, client, reason: None)
-        self.stop = threading.Event()
         self.history: list[dict[str, float]] = []
-        self.client_app = client_app(settings, codec)
-        self.server_app = ServerApp()
-        self.server_app.main()(self._serve)
         torch.manual_seed(settings.seed)
         self.model = settings.load().build_model()
         settings.examples_of(0)  # a bad partition is an error here, and not on every client
+
+    def serve(self, grid: Grid, nodes: Sequence[int], message_type: str) -> None:
+        """All rounds; `nodes` are those of the clients, by their number."""
+        self._strategy = SeededFedAvg(self.settings, nodes, message_type, self.on_failure)
+        rate = {"rate": self.settings.rate} if self.settings.rate else {}
+        download = {"download": self.settings.download} if self.settings.download else {}
+        self._compressed = Compressed(self._strategy, **rate, **download)
+        self._compressed.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(self.model.state_dict()),
+            num_rounds=self.settings.rounds,
+            evaluate_fn=self._evaluate,
+        )
 
     def figures(self) -> dict[str, Any]:
         """What came out, and what it cost: bytes are those of whole Flower messages, as they travelled."""
@@ -74,34 +70,6 @@ class FederatedRun:
             "rejected": strategy.failed,
             "seconds_per_round": sum(strategy.seconds) / len(strategy.seconds),
         }
-
-    def _serve(self, grid: Grid, context: Context) -> None:
-        grid = Stoppable(grid, self.stop)
-        self._strategy = SeededFedAvg(self.settings, self._nodes(grid), self.on_failure)
-        rate = {"rate": self.settings.rate} if self.settings.rate else {}
-        download = {"download": self.settings.download} if self.settings.download else {}
-        self._compressed = Compressed(self._strategy, **rate, **download)
-        self._compressed.start(
-            grid=grid,
-            initial_arrays=ArrayRecord(self.model.state_dict()),
-            num_rounds=self.settings.rounds,
-            evaluate_fn=self._evaluate,
-        )
-
-    def _nodes(self, grid: Grid) -> list[int]:
-        """The node of each client, by its number, which only the client itself knows."""
-        deadline = time.monotonic() + PATIENCE
-        while len(nodes := sorted(grid.get_node_ids())) < self.settings.clients and time.monotonic() < deadline:
-            self.stop.wait(0.1)
-        questions = [Message(RecordDict(), node, MessageType.QUERY) for node in nodes]
-        found: dict[int, int] = {}
-        for reply in grid.send_and_receive(questions, timeout=PATIENCE):
-            if reply.has_error():
-                raise AggregateError(f"a client failed before the first round: {reply.error.reason}")
-            found[int(str(reply.content["metrics"]["partition-id"]))] = reply.metadata.src_node_id
-        if sorted(found) != list(range(self.settings.clients)):
-            raise AggregateError(f"{len(found)} of {self.settings.clients} clients answered within {PATIENCE:.0f} s")
-        return [found[number] for number in range(self.settings.clients)]
 
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round % self.settings.evaluate_every and server_round < self.settings.rounds:

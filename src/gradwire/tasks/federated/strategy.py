@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -26,9 +26,11 @@ class SeededFedAvg(FedAvg):
     of; a round without any reply that can be used ends the run.
     """
 
-    def __init__(self, settings: FederatedSettings, nodes: Sequence[int], on_failure: OnFailure) -> None:
+    def __init__(
+        self, settings: FederatedSettings, nodes: Sequence[int], message_type: str, on_failure: OnFailure
+    ) -> None:
         super().__init__(fraction_evaluate=0.0)  # the server evaluates: that costs no bytes
-        self.settings, self.nodes, self.on_failure = settings, nodes, on_failure
+        self.settings, self.nodes, self.message_type, self.on_failure = settings, nodes, message_type, on_failure
         self.numbers = {node: number for number, node in enumerate(nodes)}
         self.raw_download = self.raw_upload = 0  # bytes of a message and its reply as Flower would send them
         self.failed = 0
@@ -42,7 +44,7 @@ class SeededFedAvg(FedAvg):
         chosen = sorted(draw.sample(range(self.settings.clients), self.settings.per_round))
         config["server-round"] = server_round
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
-        messages = [Message(record, self.nodes[number], MessageType.TRAIN) for number in chosen]
+        messages = [Message(record, self.nodes[number], self.message_type) for number in chosen]
         self.raw_download = self.raw_download or message_bytes(messages[0])
         return messages
 
@@ -52,7 +54,7 @@ class SeededFedAvg(FedAvg):
         arrived = sorted(replies, key=lambda reply: self.numbers[reply.metadata.src_node_id])
         useful = [reply for reply in arrived if not reply.has_error()]
         reasons = {
-            self.numbers[reply.metadata.src_node_id]: " ".join(reply.error.reason.split())[:LONGEST_REASON]
+            self.numbers[reply.metadata.src_node_id]: " ".join(str(reply.error.reason).split())[:LONGEST_REASON]
             for reply in arrived
             if reply.has_error()
         }

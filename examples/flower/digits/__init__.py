@@ -1,0 +1,1 @@
+"""Flower's PyTorch quickstart on small images, with gradwire."""
