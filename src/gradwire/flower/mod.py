@@ -155,7 +155,7 @@ def _with_model(message: Message, note: Note, store: Store) -> Message:
             copy = Copy(kept["number"], kept["model"]).apply(record[ARRAY].data)
         except FrameError as error:
             raise WholeNeeded(f"this client needs the whole model: {error}") from error
-        record = ArrayRecord({name: arrays.array(tensor) for name, tensor in copy.model.items()})
+        record = arrays.record({name: arrays.array(tensor) for name, tensor in copy.model.items()})
     store.write(COPY, {"number": copy.number, "model": copy.model})
     return with_records(message, {**message.content, key: record})
 
