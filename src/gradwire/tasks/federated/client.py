@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -40,8 +39,7 @@ def mods(settings: FederatedSettings, codec: str) -> list[Mod]:
     """Without compression of any kind, updates are left to Flower."""
     if codec == "none" and not (settings.download or settings.budget or settings.rate):
         return [failures_in_one_line]
-    limit: dict[str, Any] = {"budget": settings.budget} if settings.budget else {}
-    return [failures_in_one_line, compress(codec, **limit)]
+    return [failures_in_one_line, compress(codec, budget=settings.budget)]
 
 
 def failures_in_one_line(message: Message, context: Context, answer: Answer) -> Message:
