@@ -76,15 +76,6 @@ def test_a_client_that_lost_its_copy_gets_the_whole_model_in_the_same_round() ->
     assert len(results[0].train_metrics_clientapp) == 4
 
 
-def test_evaluation_of_the_same_model_costs_next_to_nothing() -> None:
-    strategy = flower.Compressed(FedAvg(), download="co3")
-    run(strategy, adding_client([flower.compress("co3")]))
-    stats = strategy.stats()
-    assert stats["evaluate"]["replies"] == 9
-    # Of nine messages, those of the third round tell clients a model that they do not know yet.
-    assert stats["evaluate"]["download_bytes"] < 0.6 * stats["train"]["download_bytes"]
-
-
 def test_models_for_single_clients_go_out_whole() -> None:
     class Personal(FedAvg):
         def configure_train(self, server_round, arrays, config, grid):  # type: ignore[no-untyped-def]

@@ -6,7 +6,6 @@ on any path; a digest of the result in every message makes sure of it.
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from .. import codecs, kernels
-from ..errors import FrameError, GradwireError
+from ..errors import FrameError
 from ..fields import Reader, varint
 from . import update
 from .update import Tensors
 
-MAGIC, STORE_MAGIC, VERSION = b"GWD", b"GWC", 1
+MAGIC, VERSION = b"GWD", 1
 _HEAD = struct.Struct("<III")  # from, to, digest
 
 
@@ -58,7 +57,8 @@ def message(have: int, number: int, stated: int, steps: Sequence[bytes]) -> byte
     parts = [_HEAD.pack(have, number, stated)]
     for step in steps:
         parts += [varint(len(step)), step]
-    return _sealed(MAGIC, b"".join(parts))
+    body = b"".join(parts)
+    return MAGIC + bytes([VERSION]) + struct.pack("<I", kernels.crc32(memoryview(body))) + body
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Copy:
         view = memoryview(codecs.as_bytes(data))
         if len(view) >= whole_bytes(self.model):
             raise FrameError(f"{len(view)} bytes of updates: the server would have sent the whole model, which is less")
-        reader = Reader(_opened(MAGIC, view))
+        reader = Reader(_opened(view))
         first, last, stated = _HEAD.unpack(reader.take(_HEAD.size))
         if not first <= self.number <= last:
             raise FrameError(f"updates from model {first} to {last} do not continue from model {self.number}")
@@ -92,36 +92,12 @@ class Copy:
             raise FrameError(f"model {last} is not the server's after these updates")
         return Copy(last, model)
 
-    # ── for the client's store ──
 
-    def to_bytes(self) -> bytes:
-        file = io.BytesIO()
-        torch.save({"number": self.number, "model": self.model}, file)
-        return _sealed(STORE_MAGIC, file.getvalue())
-
-    @classmethod
-    def from_bytes(cls, data: codecs.Bytes) -> Copy:
-        # The checksum comes first: torch does not look at those of its own format.
-        body = _opened(STORE_MAGIC, memoryview(codecs.as_bytes(data)))
-        try:
-            state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-            number, model = state["number"], state["model"]
-            usable = isinstance(number, int) and all(isinstance(t, torch.Tensor) for t in model.values())
-        except Exception as error:  # whatever torch raises for what it did not write
-            raise GradwireError(f"cannot read the stored copy of the model: {error}") from error
-        if not usable:
-            raise GradwireError("this is no stored copy of a model")
-        return cls(number, model)
-
-
-def _sealed(magic: bytes, body: bytes) -> bytes:
-    return magic + bytes([VERSION]) + struct.pack("<I", kernels.crc32(memoryview(body))) + body
-
-
-def _opened(magic: bytes, view: memoryview) -> memoryview:
+def _opened(view: memoryview) -> memoryview:
+    """What stands behind the checksum, if it is right."""
     reader = Reader(view)
-    if reader.take(3) != magic:
-        raise FrameError("this is neither an update of a model nor a stored copy (wrong magic)")
+    if reader.take(3) != MAGIC:
+        raise FrameError("these are no updates of a model (wrong magic)")
     if (version := reader.byte()) != VERSION:
         raise FrameError(f"version {version} of a download; this gradwire reads version {VERSION}: upgrade it")
     (stated,) = struct.unpack("<I", reader.take(4))

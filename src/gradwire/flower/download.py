@@ -89,8 +89,9 @@ class Chain:
         result = dict(reply)
         for name, t in reply.items():
             true, had = self.model.get(name), self.common.get(name)
-            # Where both are the same nothing waits, and infinities have no difference.
-            if true is not None and had is not None and t.is_floating_point() and not torch.equal(true, had):
+            if true is None or had is None or not t.is_floating_point() or t.shape != true.shape:
+                continue  # whatever it is, it was not made of this model
+            if not torch.equal(true, had):  # else nothing waits, and infinities have no difference
                 result[name] = (t + _difference(true, had)).to(t.dtype)
         return result
 

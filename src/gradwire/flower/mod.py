@@ -156,6 +156,8 @@ def _with_model(message: Message, note: Note, store: Store) -> Message:
         except FrameError as error:
             raise WholeNeeded(f"this client needs the whole model: {error}") from error
         record = arrays.record({name: arrays.array(tensor) for name, tensor in copy.model.items()})
+        if copy.number == kept["number"]:  # it is stored already
+            return with_records(message, {**message.content, key: record})
     store.write(COPY, {"number": copy.number, "model": copy.model})
     return with_records(message, {**message.content, key: record})
 

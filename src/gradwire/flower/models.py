@@ -55,10 +55,10 @@ class Models:
 
     def _common(self, record: ArrayRecord) -> Model:
         if self._last is None or self._last.record is not record:
-            number = self._last.number + 1 if self._last else 1
-            self._last = Model(number, record)
+            model = Model(self._last.number + 1 if self._last else 1, record)
             if self.chain:
-                self._last.number = self.chain.publish(self._last.tensors)
+                model.number = self.chain.publish(model.tensors)
+            self._last = model
         return self._last
 
     def for_client(self, node: int, model: Model) -> tuple[ArrayRecord, int | None]:
@@ -79,6 +79,11 @@ class Models:
             record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in self.chain.common.items()})
             self._whole = self.chain.number, record
         return self._whole[1]
+
+    def answered(self, node: int, number: int) -> None:
+        """A client with a copy has used this model, so that its copy is of it."""
+        if node in self.copies:
+            self.has(node, number)
 
     def has(self, node: int, number: int) -> None:
         """A client has told that it has this model."""

@@ -46,7 +46,10 @@ def _array(name: str, changed: dict[str, torch.Tensor], model: Model, data: memo
 def raw(reply: Message, model: Model, chain: Chain | None) -> Message:
     """Raw arrays pass; a model that was made of the clients' copy gets what the copy does not have."""
     found = single_arrays(reply)
-    if chain is None or found is None or found[1].keys() != model.record.keys() or not arrays.supported(found[1]):
+    # Only of the present model it is known what the copy does not have; a personal one went out as it is.
+    if chain is None or model.number != chain.number or found is None:
+        return reply
+    if found[1].keys() != model.record.keys() or not arrays.supported(found[1]):
         return reply
     whole = chain.restored(arrays.tensors(found[1]))
     record = arrays.record({name: arrays.array(tensor) for name, tensor in whole.items()})

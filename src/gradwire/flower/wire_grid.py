@@ -82,7 +82,7 @@ class Wire(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._arrived(self.grid.pull_messages(message_ids))[0]
+        return self._arrived(self.grid.pull_messages(message_ids), retry=False)[0]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         end = None if timeout is None else time.monotonic() + timeout
@@ -139,9 +139,13 @@ class Wire(Grid):
 
     # ── replies in ──
 
-    def _arrived(self, arrived: Iterable[Message]) -> tuple[list[Message], list[Message]]:
-        """Replies as the strategy gets them, and messages to be sent again, with the whole model."""
-        good, again = [], []
+    def _arrived(self, arrived: Iterable[Message], retry: bool = True) -> tuple[list[Message], list[Message]]:
+        """Replies as the strategy gets them, and messages to be sent again, with the whole model.
+
+        Without `retry` the strategy is told that a client needs it; its next message will have it.
+        """
+        good: list[Message] = []
+        again: list[Message] = []
         for reply in arrived:
             self.meter.arrived(reply)
             sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
@@ -149,7 +153,10 @@ class Wire(Grid):
                 good.append(reply)
             elif reply.has_error() and reply.error.code == NEEDS_WHOLE and sent.node in self.models.copies:
                 self.models.has_none(sent.node)
-                again.append(sent.original)
+                if retry:
+                    again.append(sent.original)
+                else:
+                    good.append(reply)
             else:
                 good.append(reply if reply.has_error() else self._accepted_or_rejected(reply, sent))
         if self.rate:
@@ -158,11 +165,13 @@ class Wire(Grid):
 
     def _accepted_or_rejected(self, reply: Message, sent: Sent) -> Message:
         traffic = self.meter.of(reply)
-        if not replies.is_compressed(reply):
-            traffic.dense_upload_bytes += sum(dense_bytes(r) for r in reply.content.array_records.values())
-            return replies.raw(reply, sent.model, self.models.chain)
-        traffic.dense_upload_bytes += dense_bytes(sent.model.record)
+        self.models.answered(sent.node, sent.model.number)
+        compressed = replies.is_compressed(reply)
+        raw = [sent.model.record] if compressed else reply.content.array_records.values()
+        traffic.dense_upload_bytes += sum(map(dense_bytes, raw))
         try:
+            if not compressed:
+                return replies.raw(reply, sent.model, self.models.chain)
             result, token = replies.decoded(reply, sent.model, self.weighted_by)
         except GradwireError as error:
             traffic.rejected += 1
