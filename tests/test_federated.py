@@ -211,6 +211,12 @@ def test_an_engine_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("flwr.simulation.run_simulation", fails)
     assert error_of("--federated") == "error: Flower's simulation engine failed: no room for Ray"
 
+    def raises(*_: Any, **__: Any) -> None:
+        raise AggregateError("round 1 has no reply")
+
+    monkeypatch.setattr("flwr.simulation.run_simulation", raises)
+    assert error_of("--federated") == "error: round 1 has no reply"
+
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Rounds(100) as rounds:

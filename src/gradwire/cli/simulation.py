@@ -82,6 +82,8 @@ def simulate(runs: Sequence[FederatedRun]) -> None:
             }
             ending: Any = EndsWithRay(client_app)
             run_simulation(server_app, ending, settings.clients, backend_config=backend)
+    except GradwireError:  # of the server app
+        raise
     except RuntimeError as error:
         raise GradwireError(f"Flower's simulation engine failed: {_first_cause(error)}") from error
     finally:
