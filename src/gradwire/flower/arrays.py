@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,14 @@ class Decoded(Array):
 
 
 Decoded.__qualname__ = Array.__qualname__  # by which Flower knows what to make of an object's bytes
+
+
+def record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """A record of these very arrays: Flower's constructor would make bytes of those that are decoded."""
+    result = ArrayRecord()
+    for name, array in arrays.items():
+        result[name] = array
+    return result
 
 
 def supported(arrays: ArrayRecord) -> bool:

@@ -119,8 +119,8 @@ class Compress:
         if budget is None:
             encoded = update.encode(differences, values, list(model), spec, left, **options)
         else:
-            room = budget - message_bytes(sealed(b"")) - LENGTHS * (2 + budget // 5_000_000)
-            encoded = fit.within(room, differences, values, list(model), spec, left, **options)
+            beside = message_bytes(sealed(b"")) + LENGTHS * (2 + budget // 5_000_000)
+            encoded = fit.within(budget, differences, values, list(model), spec, left, **options, beside=beside)
         result = _affordable(sealed(encoded.data), budget)
         memory.propose(token, encoded.memory)
         return result
@@ -155,7 +155,7 @@ def _with_model(message: Message, note: Note, store: Store) -> Message:
             copy = Copy(kept["number"], kept["model"]).apply(record[ARRAY].data)
         except FrameError as error:
             raise WholeNeeded(f"this client needs the whole model: {error}") from error
-        record = ArrayRecord({name: arrays.array(tensor) for name, tensor in copy.model.items()})
+        record = arrays.record({name: arrays.array(tensor) for name, tensor in copy.model.items()})
     store.write(COPY, {"number": copy.number, "model": copy.model})
     return with_records(message, {**message.content, key: record})
 

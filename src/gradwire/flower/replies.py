@@ -33,7 +33,7 @@ def decoded(reply: Message, model: Model, weighted_by: str) -> tuple[Message, by
     key, record = found
     token, data = open_update(record, model.number, model.record)
     changed = update.decode(data, model.tensors)
-    record = ArrayRecord({name: _array(name, changed, model, data) for name in model.record})
+    record = arrays.record({name: _array(name, changed, model, data) for name in model.record})
     return with_records(reply, {**reply.content, key: record}), token
 
 
@@ -49,7 +49,7 @@ def raw(reply: Message, model: Model, chain: Chain | None) -> Message:
     if chain is None or found is None or found[1].keys() != model.record.keys() or not arrays.supported(found[1]):
         return reply
     whole = chain.restored(arrays.tensors(found[1]))
-    record = ArrayRecord({name: arrays.array(tensor) for name, tensor in whole.items()})
+    record = arrays.record({name: arrays.array(tensor) for name, tensor in whole.items()})
     return with_records(reply, {**reply.content, found[0]: record})
 
 
