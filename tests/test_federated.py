@@ -7,9 +7,11 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,12 @@ def test_an_engine_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("flwr.simulation.run_simulation", fails)
     assert error_of("--federated") == "error: Flower's simulation engine failed: no room for Ray"
 
+    def raises(*_: Any, **__: Any) -> None:
+        raise AggregateError("round 1 has no reply")
+
+    monkeypatch.setattr("flwr.simulation.run_simulation", raises)
+    assert error_of("--federated") == "error: round 1 has no reply"
+
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Rounds(100) as rounds:
@@ -230,6 +238,18 @@ def test_bytes_have_three_digits() -> None:
     ]  # fmt: skip
 
 
+def left_of(process: subprocess.Popen[str], seconds: float) -> list[str]:
+    """What still runs of its session; the dead whom nobody has asked for do not count."""
+    deadline = time.monotonic() + seconds
+    while True:
+        command = ["ps", "-s", str(process.pid), "-o", "stat=,args="]
+        lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+        left = [line for line in lines if not line.startswith("Z")]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
 def test_the_command_with_ray(tmp_path: Path) -> None:
     """As a user runs it; nothing is left of it."""
     arguments = "--federated --clients 4 --rounds 2 --threads 1 --lr 0.1 --codec none --codec co3 --json figures.json"
@@ -245,8 +265,7 @@ def test_the_command_with_ray(tmp_path: Path) -> None:
     )
     out, error = process.communicate(timeout=400)
     assert process.returncode == 0 and not error, error
-    left = subprocess.run(["pgrep", "-s", str(process.pid), "-a"], capture_output=True, text=True, check=False)
-    assert not left.stdout
+    assert not left_of(process, seconds=3)
     summary = json.loads((tmp_path / "figures.json").read_text())
     assert (summary["clients"], summary["per_round"], summary["alpha"], summary["seed"]) == (4, 4, None, 0)
     raw, co3 = summary["runs"]
@@ -257,3 +276,19 @@ def test_the_command_with_ray(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     assert raw["digest"] == finished(settings, "none")[0]["digest"]
     assert [line for line in out.splitlines() if line.startswith("co3: round 2/2, accuracy")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_outlives_the_command(number: int, code: int, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "gradwire.cli", "train", "--federated", "--threads", "1"],
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None and "round 4/20" in process.stdout.readline()
+    os.kill(process.pid, number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert (error, out) == ("" if number == signal.SIGKILL else "stopped\n", "")
+    # After SIGKILL, agents of Ray's look for their parent only now and then.
+    assert not left_of(process, seconds=100 if number == signal.SIGKILL else 3)

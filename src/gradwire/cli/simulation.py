@@ -78,15 +78,18 @@ def simulate(runs: Sequence[FederatedRun]) -> None:
                     "log_to_driver": False,
                     **folder,
                 },
-                "client_resources": {"num_cpus": 1, "num_gpus": gpus / count},
+                "client_resources": {"num_cpus": 1, "num_gpus": _share(gpus, count)},
             }
             ending: Any = EndsWithRay(client_app)
-            run_simulation(server_app, ending, settings.clients, backend_config=backend)
+            try:
+                run_simulation(server_app, ending, settings.clients, backend_config=backend)
+            finally:
+                stop.set()
+                _shut_ray_down()
+    except GradwireError:  # of the server app
+        raise
     except RuntimeError as error:
         raise GradwireError(f"Flower's simulation engine failed: {_first_cause(error)}") from error
-    finally:
-        stop.set()
-        _shut_ray_down()
 
 
 def leave(interrupt: BaseException) -> NoReturn:
@@ -122,6 +125,11 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _share(gpus: int, count: int) -> float:
+    """Of each client: one at most, in the thousandths that Ray can count."""
+    return min(1.0, gpus * 1000 // count / 1000)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from ...errors import AggregateError
 from .client import action, client_app
 from .run import FederatedRun
 from .stoppable import Stoppable
+from .strategy import LONGEST_REASON
 
 PATIENCE = 300.0  # seconds for clients to appear
 
@@ -49,7 +50,8 @@ def find_nodes(grid: Grid, clients: int) -> list[int]:
     found: dict[int, int] = {}
     for reply in grid.send_and_receive(questions, timeout=PATIENCE):
         if reply.has_error():
-            raise AggregateError(f"a client failed before the first round: {reply.error.reason}")
+            reason = " ".join(str(reply.error.reason).split())[:LONGEST_REASON]
+            raise AggregateError(f"a client failed before the first round: {reason}")
         found[int(str(reply.content["metrics"]["partition-id"]))] = reply.metadata.src_node_id
     if sorted(found) != list(range(clients)):
         raise AggregateError(f"{len(found)} of {clients} clients answered within {PATIENCE:.0f} seconds")

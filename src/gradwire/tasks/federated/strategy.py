@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -15,7 +16,7 @@ from ...flower import message_bytes
 from ..order import derived_seed
 from .settings import FederatedSettings
 
-LONGEST_REASON = 400
+LONGEST_REASON = 300
 OnFailure = Callable[[int, int, str], None]  # round, client, reason
 
 
@@ -23,7 +24,7 @@ class SeededFedAvg(FedAvg):
     """Flower's FedAvg samples by node ids, which are random, and adds up replies in the order of their arrival.
 
     Here clients are sampled and added up by their number. A client whose reply cannot be used is left out and told
-    of; a round without any reply that can be used ends the run.
+    of; a round without any reply that can be used ends the run, and so does a lost process.
     """
 
     def __init__(
@@ -53,6 +54,12 @@ class SeededFedAvg(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         arrived = sorted(replies, key=lambda reply: self.numbers[reply.metadata.src_node_id])
         useful = [reply for reply in arrived if not reply.has_error()]
+        if any(reply.has_error() and reply.error.code == ErrorCode.UNKNOWN for reply in arrived):
+            # The engine's, not the client's. Flower would go on handing messages to a process that is dead.
+            raise AggregateError(
+                f"round {server_round}: a process of the simulation was lost: is there enough memory? With more "
+                "--threads, fewer clients run at a time"
+            )
         reasons = {
             self.numbers[reply.metadata.src_node_id]: " ".join(str(reply.error.reason).split())[:LONGEST_REASON]
             for reply in arrived
