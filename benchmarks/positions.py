@@ -22,7 +22,10 @@ from gradwire.convert.sparse import sent_positions
 SHARES = (0.1, 0.01, 0.001)
 SMALLEST = 50_000
 WAYS = ("golomb", "rans", "auto")
-METHODS = ("sbc", "stc", "topk", "topk:values=fp8", "topk:values=fp4")
+METHODS = (
+    "sbc", "stc", "topk", "topk:values=fp8", "topk:values=fp4", "m22:m=0", "m22", "m22:m=4", "m22:bits=3",
+    "m22:bits=3,m=0",
+)  # fmt: skip
 DENSE = ("co3", "topk:p=0.2,values=fp4")  # where sparse meets dense
 
 
@@ -71,7 +74,7 @@ def main() -> None:
             sizes = " | ".join(f"{bits_per_position(layers, p, way):.3f}" for way in WAYS)
             print(f"| {name} | {p:.1%} | {golomb.expected_bits(p):.3f} | {entropy(p):.3f} | {sizes} |")
     recorded = list(sources.items())[1:]
-    print("\nbits per entry / squared error\n\n| | p | " + " | ".join(METHODS) + " |\n|" + "---|" * 7)
+    print("\nbits per entry / squared error\n\n| | p | " + " | ".join(METHODS) + " |\n|" + "---|" * (2 + len(METHODS)))
     for name, layers in recorded:
         for p in SHARES:
             print(f"| {name} | {p:.1%} | " + costs(layers, [spec(method, p) for method in METHODS]))

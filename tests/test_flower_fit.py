@@ -24,7 +24,7 @@ from test_grid import FLOAT_MAX, heavy
 
 WITH_MEMORY = (
     "co3", "co3:format=fp8", "ecq", "ecq:nmse=0.01", "signsgd", "stc", "sbc2", "dgc", "topk:k=50", "sbc:p=0.3",
-    "topk:p=0.2,scope=model", "countsketch", {"*.bias": "none", "small*": "ecq", "*": "stc:p=0.2"},
+    "topk:p=0.2,scope=model", "m22", "countsketch", {"*.bias": "none", "small*": "ecq", "*": "stc:p=0.2"},
 )  # fmt: skip
 WITHOUT = ("none", "fp16", "gennorm", "qsgd:levels=33", "orq:levels=17", "linear", "terngrad", "topk:p=0.1,decay=0")
 
@@ -162,6 +162,17 @@ def test_the_least_budget_is_named_and_is_enough(spec):
     with pytest.raises(GradwireError, match=f"at least {least},"):
         within(least - 1, a_model(), INTEGERS, NAMES, spec)
     assert len(within(least, a_model(), INTEGERS, NAMES, spec).data) <= least
+
+
+def test_the_bytes_of_the_message_around_it_count():
+    found = within(5_000, a_model(), INTEGERS, NAMES, "co3", beside=2_000)
+    assert 2_100 < len(found.data) <= 3_000
+    assert found.data == within(3_000, a_model(), INTEGERS, NAMES, "co3").data
+    with pytest.raises(GradwireError, match="a budget of 900 bytes is impossible") as error:
+        within(900, a_model(), INTEGERS, NAMES, "co3", beside=10_000)
+    least = int(str(error.value).split("at least ")[1].split(",")[0])
+    assert least > 10_000
+    within(least, a_model(), INTEGERS, NAMES, "co3", beside=10_000)
 
 
 def test_nothing_to_send_takes_a_byte():

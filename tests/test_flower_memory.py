@@ -113,6 +113,14 @@ def test_memories_nobody_asks_for_are_removed(tmp_path: Path) -> None:
     assert not (tmp_path / ("01" * 8)).exists() and kept.read("settled") is not None
 
 
+def test_a_file_that_another_client_moves_meanwhile_is_no_error(tmp_path: Path) -> None:
+    """Clients on one machine share the folder; a link to nothing is a file that was listed and then moved."""
+    other = InFolder(tmp_path, b"\1" * 8, "node-1")
+    other._path("pending").symlink_to(tmp_path / "moved")
+    InFolder(tmp_path, b"\2" * 8, "node-2")
+    assert other.folder.is_dir()
+
+
 def test_the_default_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "gradwire"

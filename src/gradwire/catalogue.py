@@ -253,7 +253,8 @@ _SPARSE = [
         _DGC, _build_topk, _sparse(p="0.001", values="fp16", warmup="400"),
     ),
     Entry(
-        "m22", "10% of the entries, each one of four levels that serve the largest best: updates of federated clients",
+        "m22", "10% of the entries, each as one of four levels: updates of federated clients, where stc is too coarse "
+        "and topk too long; bits=3,m=0 where tails are heavy",
         "M22, arXiv 2301.09269", _build_m22, _sparse(p="0.1", bits="2", m="2", mask="off"),
     ),
     Entry(

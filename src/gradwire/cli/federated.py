@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from pathlib import Path
 
 import torch
 
 from .. import __version__, tasks
 from ..catalogue import recipe
-from ..errors import GradwireError, unknown_name
+from ..errors import GradwireError
 from ..tasks.federated.settings import FederatedSettings
 from ..tasks.training import own_device
 from . import federated_report, simulation
@@ -21,8 +20,6 @@ from .report import write_json
 from .rounds import Rounds
 
 CLIENTS, MOST_PER_ROUND, ROUNDS, LOCAL_EPOCHS = 10, 10, 20, 1
-RATES = ("adaquantfl", "feddq")
-UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # Options of workers, and what takes their place.
 OF_WORKERS = {
     "workers": "give --clients and --per-round",
@@ -61,10 +58,10 @@ class FederatedOptions:
 
 def train(options: Options, federated: FederatedOptions) -> None:
     """Run once per codec on Flower's simulation engine, and show what came out."""
-    settings, codecs = resolve(options, federated)
-    json = writable(options.json, "--json")
     simulation.check_installed()
     simulation.prepare()
+    settings, codecs = resolve(options, federated)
+    json = writable(options.json, "--json")
     from ..tasks.federated.run import FederatedRun
 
     try:
@@ -82,6 +79,8 @@ def train(options: Options, federated: FederatedOptions) -> None:
 
 def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSettings, list[str]]:
     """The settings and the codecs; whatever is wrong with the options is said here."""
+    from ..flower import rate
+
     for name, fix in OF_WORKERS.items():
         if getattr(options, name):
             raise GradwireError(f"{_option(name)} does not go with --federated: {fix}")
@@ -95,8 +94,8 @@ def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSet
     per_round = federated.per_round or min(clients, MOST_PER_ROUND)
     if per_round > clients:
         raise GradwireError(f"--per-round {per_round} is more than there are: give --clients {per_round} or more")
-    if federated.rate not in (None, *RATES):
-        raise unknown_name("--rate", str(federated.rate), RATES)
+    if federated.rate:
+        rate.parse(federated.rate)
     own_device(options.device)
     settings = FederatedSettings(
         task=task.name,
@@ -112,7 +111,7 @@ def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSet
         device=options.device,
         threads=options.threads,
         download=str(_recipe(federated.download, "--download")) if federated.download else None,
-        budget=parse_bytes(federated.budget) if federated.budget else None,
+        budget=_budget(federated.budget) if federated.budget else None,
         rate=federated.rate,
     )
     threads = options.threads or max(1, cores() // simulation.actors(settings))
@@ -129,12 +128,11 @@ def _recipe(spec: str, option: str) -> str:
     return spec
 
 
-def parse_bytes(text: str) -> int:
-    """`200kB`, `1.5 MiB` or a plain number of bytes."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", text)
-    units = {name.lower(): factor for name, factor in UNITS.items()}
-    if not found or found[2].lower() not in units or (count := round(float(found[1]) * units[found[2].lower()])) < 1:
-        raise GradwireError(f"--budget {text}: it is a number of bytes, such as 200000, 200kB or 1.5MB")
+def _budget(text: str) -> int:
+    from ..flower.fit import parse_bytes
+
+    if not (count := parse_bytes(text)):
+        raise GradwireError("--budget must be above 0: leave it out for none")
     return count
 
 

@@ -106,7 +106,7 @@ def train(
         Option(
             metavar="SCHEDULE",
             rich_help_panel=FEDERATED,
-            help=f"Of the codec's levels over the rounds: {' or '.join(federated_runs.RATES)}.",
+            help="The server chooses the clients' levels in each round, in place of --codec: adaquantfl or feddq.",
         ),
     ] = None,
 ) -> None:

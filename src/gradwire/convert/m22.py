@@ -25,6 +25,7 @@ from .job import Job, limit_to
 from .sparse import MAGNITUDES, Sparse
 
 MOST_BITS = 6
+SAMPLE = 1 << 14  # entries that levels are fitted to; an outlier that is not among them is sent as less than it is
 MOST_LOST = 0.25  # squared error of what is sent over its square
 FINENESS = 4  # t over E y is rounded to so many values an octave
 SMALLEST = 1e-280  # below, weights would lose their precision; without weights nothing is
@@ -47,7 +48,7 @@ class M22(Sparse):
         chosen, values = self.select(job)
         if not chosen.numel():
             return self.write(job, out, chosen, MAGNITUDES, b"", None)
-        levels = fit(values.abs(), self.m, self.count_of_levels)
+        levels = fit(values, self.m, self.count_of_levels)
         table = limit_to(torch.from_numpy(levels).float(), torch.bfloat16)
         raw, left = magnitudes.encode(values, table, job.dtype)
         if job.memory_out is not None:
@@ -56,8 +57,8 @@ class M22(Sparse):
 
 
 def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:
-    """Ascending levels for magnitudes above 0, `count` of them at most; fp64."""
-    x = sent.double().numpy()
+    """Ascending levels for the magnitudes of values other than 0, `count` of them at most; fp64."""
+    x = sent[:: -(-sent.numel() // SAMPLE) | 1].abs().double().numpy()
     if len(x) <= count:  # its own entries are the better levels
         return np.sort(x)
     t = float(x.min())

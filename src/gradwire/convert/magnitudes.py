@@ -16,6 +16,7 @@ from .job import limit_to
 from .levels import choose
 
 MOST = 127  # magnitudes, so that a symbol of either sign is a byte
+INFINITY = 0x7F80  # as bf16
 
 
 def signed(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -53,9 +54,6 @@ def read_table(reader: Reader) -> torch.Tensor:
     if bool((bits < 0).any()) or int(bits.max()) >= INFINITY or bool((bits.diff() < 0).any()):
         raise FrameError("magnitudes are not finite, not in ascending order, or negative")
     return magnitudes
-
-
-INFINITY = 0x7F80
 
 
 def _alphabet(magnitudes: int) -> compress.Alphabet:

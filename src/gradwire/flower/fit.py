@@ -38,13 +38,27 @@ DENSE = 0.5  # bits an entry, below which single entries are the better choice
 
 def within(
     limit: int, differences: Tensors, values: Tensors, names: Sequence[str], spec: Spec, memory: Tensors | None = None,
-    steps: int = 0, seed: int = 0,
+    steps: int = 0, seed: int = 0, beside: int = 0,
 ) -> Encoded:  # fmt: skip
-    """Table and frames of an update in at most `limit` bytes; all else as in `update.encode`."""
+    """Table and frames of an update that take at most `limit` bytes together with `beside`, those of the message
+    around it; all else as in `update.encode`."""
     given = encode(differences, values, names, spec, memory, steps, seed)
-    if len(given.data) <= limit:
+    if len(given.data) + beside <= limit:
         return given
-    return _TooLong(limit, given, differences, values, names, spec, dict(memory or {}), steps, seed).shorter()
+    shorter = _TooLong(limit - beside, given, differences, values, names, spec, dict(memory or {}), steps, seed)
+    try:
+        return shorter.shorter()
+    except _NotShorter as least:
+        raise GradwireError(
+            f"a budget of {limit} bytes is impossible: an update of this model takes at least "
+            f"{least.length + beside}, for what may not wait: {least}. Raise the budget"
+        ) from None
+
+
+class _NotShorter(Exception):
+    def __init__(self, length: int, why: str):
+        super().__init__(why)
+        self.length = length
 
 
 class _TooLong:
@@ -144,10 +158,7 @@ class _TooLong:
 
         least = make(-20.0)
         if len(least.data) > self.limit:
-            raise GradwireError(
-                f"a budget of {self.limit} bytes is impossible: an update of this model takes at least "
-                f"{len(least.data)}, for what may not wait: {self._must_be_sent()}. Raise the budget"
-            )
+            raise _NotShorter(len(least.data), self._must_be_sent())
         self.floor = 0
         return self._closest(make, -1.0, 0.5, self._log, most=0.0) or least
 

@@ -119,8 +119,8 @@ class Compress:
         if budget is None:
             encoded = update.encode(differences, values, list(model), spec, left, **options)
         else:
-            room = budget - message_bytes(sealed(b"")) - LENGTHS * (2 + budget // 5_000_000)
-            encoded = fit.within(room, differences, values, list(model), spec, left, **options)
+            beside = message_bytes(sealed(b"")) + LENGTHS * (2 + budget // 5_000_000)
+            encoded = fit.within(budget, differences, values, list(model), spec, left, **options, beside=beside)
         result = _affordable(sealed(encoded.data), budget)
         memory.propose(token, encoded.memory)
         return result

@@ -140,6 +140,10 @@ def _clear_old_trainings(folder: Path) -> None:
     for training in folder.iterdir():
         if len(training.name) != 16 or not training.is_dir():
             continue
-        files = [path.stat().st_mtime for path in training.rglob("*.pt")]
-        if max(files, default=training.stat().st_mtime) < time.time() - KEPT_DAYS * 86400:
+        try:
+            files = [path.stat().st_mtime for path in training.rglob("*.pt")]
+            newest = max(files, default=training.stat().st_mtime)
+        except FileNotFoundError:  # another client of this machine has moved it just now: somebody is using it
+            continue
+        if newest < time.time() - KEPT_DAYS * 86400:
             shutil.rmtree(training, ignore_errors=True)

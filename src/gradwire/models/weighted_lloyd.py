@@ -5,7 +5,7 @@ is the paper's own source. The best level of a cell is ∫x^(M+1) p / ∫x^M p, 
 midpoint. With x^M as a polynomial in y, both integrals are sums of incomplete gamma functions: closed forms, all of
 whose terms are positive.
 
-Lloyd's iteration needs hundreds of rounds for eight levels. Newton's method on the same conditions needs about ten,
+Lloyd's iteration needs hundreds of rounds for eight levels. Newton's method on the same conditions needs ten to twenty,
 and where it would not lower the distortion, a round of Lloyd's takes its place.
 """
 

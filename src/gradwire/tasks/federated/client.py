@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -12,9 +11,9 @@ from flwr.common.constant import ErrorCode
 
 from ...errors import GradwireError
 from ...flower import compress
-from ..base import loss_of
 from ..order import derived_seed
-from ..training import learning_rate_factor, own_device
+from ..training import learning_rate_factor
+from .gradients import Gradients, gradients_for
 from .settings import FederatedSettings
 
 Answer = Callable[[Message, Context], Message]
@@ -40,8 +39,7 @@ def mods(settings: FederatedSettings, codec: str) -> list[Mod]:
     """Without compression of any kind, updates are left to Flower."""
     if codec == "none" and not (settings.download or settings.budget or settings.rate):
         return [failures_in_one_line]
-    limit: dict[str, Any] = {"budget": settings.budget} if settings.budget else {}
-    return [failures_in_one_line, compress(codec, **limit)]
+    return [failures_in_one_line, compress(codec, budget=settings.budget)]
 
 
 def failures_in_one_line(message: Message, context: Context, answer: Answer) -> Message:
@@ -70,21 +68,20 @@ class LocalTraining:
             torch.set_num_threads(self.settings.threads)
         client = int(context.node_config["partition-id"])
         arrays, config = message.content.array_records["arrays"], message.content.config_records["config"]
-        model = self.settings.load().build_model()
-        model.load_state_dict(arrays.to_torch_state_dict())
-        loss = self.train(model, client, int(str(config["server-round"])))
+        gradients = gradients_for(self.settings)
+        gradients.model.load_state_dict(arrays.to_torch_state_dict())
+        loss = self.train(gradients, client, int(str(config["server-round"])))
         metrics = MetricRecord({"train_loss": loss, "num-examples": len(self.settings.examples_of(client))})
-        reply = RecordDict({"arrays": ArrayRecord(model.cpu().state_dict()), "metrics": metrics})
-        return Message(reply, reply_to=message)
+        state = {name: tensor.cpu() for name, tensor in gradients.model.state_dict().items()}
+        return Message(RecordDict({"arrays": ArrayRecord(state), "metrics": metrics}), reply_to=message)
 
-    def train(self, model: torch.nn.Module, client: int, server_round: int) -> float:
+    def train(self, gradients: Gradients, client: int, server_round: int) -> float:
         """The mean loss over the last epoch. Momentum starts anew in every round: it is not sent."""
         settings = self.settings
-        task, device = settings.load(), own_device(settings.device)
-        model.to(device)
+        task, device = settings.load(), gradients.device
         examples = torch.from_numpy(settings.examples_of(client))
         lr = settings.lr * learning_rate_factor(server_round - 1, settings.rounds)
-        optimizer = task.build_optimizer(model, lr)
+        optimizer = task.build_optimizer(gradients.model, lr)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, client, server_round))
         total = torch.zeros((), device=device)  # read once, at the end: a GPU would be waited for
         for _ in range(settings.local_epochs):
@@ -92,9 +89,7 @@ class LocalTraining:
             inputs, targets = (part.to(device) for part in task.train_batch(order, generator))
             total.zero_()
             for x, y in zip(inputs.split(settings.batch_size), targets.split(settings.batch_size), strict=True):
-                loss = loss_of(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
+                loss = gradients(x, y)
                 optimizer.step()
-                total += loss.detach() * len(y)
+                total += loss * len(y)
         return total.item() / len(examples)

@@ -38,9 +38,7 @@ class FederatedRun:
     def serve(self, grid: Grid, nodes: Sequence[int], message_type: str) -> None:
         """All rounds; `nodes` are those of the clients, by their number."""
         self._strategy = SeededFedAvg(self.settings, nodes, message_type, self.on_failure)
-        rate = {"rate": self.settings.rate} if self.settings.rate else {}
-        download = {"download": self.settings.download} if self.settings.download else {}
-        self._compressed = Compressed(self._strategy, **rate, **download)
+        self._compressed = Compressed(self._strategy, download=self.settings.download, rate=self.settings.rate)
         self._compressed.start(
             grid=grid,
             initial_arrays=ArrayRecord(self.model.state_dict()),

@@ -1,0 +1,85 @@
+"""A model and its gradients, on a CPU or a GPU.
+
+A GPU gets the passes over a batch as one CUDA graph: small models spend most of their time on launches otherwise. The
+model and its graph stay with the process, for all clients that it plays.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..base import loss_of
+from ..training import own_device
+from .settings import FederatedSettings
+
+WARM_UP = 3  # passes before a capture, as CUDA graphs want them
+
+
+def gradients_for(settings: FederatedSettings) -> Gradients:
+    return _on_gpu(settings) if settings.device != "cpu" else Gradients(settings)
+
+
+class Gradients:
+    def __init__(self, settings: FederatedSettings):
+        self.device = own_device(settings.device)
+        self.model = settings.load().build_model().to(self.device)
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Those of a batch, in the parameters' `grad`; returns the loss."""
+        self.model.zero_grad()
+        loss = loss_of(self.model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+
+class Graphed(Gradients):
+    """Batches of the usual size are a replay; the last one of an epoch may be smaller."""
+
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def __init__(self, settings: FederatedSettings):
+        super().__init__(settings)
+        self.batch_size = settings.batch_size
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(inputs) != self.batch_size:
+            return self._other_size(inputs, targets)
+        if self.graph is None:
+            self._capture(inputs, targets)
+        assert self.graph is not None
+        self._inputs.copy_(inputs)
+        self._targets.copy_(targets)
+        self.graph.replay()
+        return self._loss
+
+    def _capture(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._inputs, self._targets = inputs.clone(), targets.clone()
+        before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                super().__call__(self._inputs, self._targets)
+        torch.cuda.current_stream().wait_stream(side)
+        self.model.zero_grad()  # gradients are made in the capture, and every replay writes them anew
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._loss = super().__call__(self._inputs, self._targets)
+        self.model.load_state_dict(before)  # statistics of batch normalization have seen the warm-up
+
+    def _other_size(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.graph is None:
+            return super().__call__(inputs, targets)
+        loss = loss_of(self.model(inputs), targets)
+        parameters = list(self.model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(gradient)  # where the graph writes, too
+        return loss.detach()
+
+
+@functools.lru_cache(maxsize=1)
+def _on_gpu(settings: FederatedSettings) -> Graphed:
+    return Graphed(settings)
