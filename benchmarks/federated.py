@@ -40,8 +40,8 @@ def one(options: argparse.Namespace, setting: str, name: str) -> None:
 
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    chosen = contestant(name)
     values = {"alpha": math.inf, **SETTINGS[setting]} | ({"rounds": options.rounds} if options.rounds else {})
+    chosen = contestant(name, values["rounds"])
     settings = FederatedSettings(
         **values, seed=options.seed, data_dir=str(data_folder(options, setting)), device=options.device, threads=1,
         download=chosen.download, rate=chosen.rate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SKEW = 0.3  # Dirichlet's α
@@ -20,9 +20,10 @@ class Contestant:
     note: str = ""
 
 
-# Clients keep a residual that is sent when they take part again, ten rounds later on average.
-STC = "stc:p=0.02"
-SBC = "sbc:p=0.01"
+# Sparse recipes send more in the first quarter of the rounds: what is left out then waits, with 10 of 100 clients in a
+# round, for ten rounds on average, and is of a model that has moved on.
+STC = "stc:p=0.01,power=0.5,warmup={quarter},start=0.1"
+SBC = "sbc:p=0.01,power=0.5,warmup={quarter},start=0.1"
 
 PLAIN = "none"
 CONTESTANTS: dict[str, Contestant] = {
@@ -36,7 +37,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "topk 10%": Contestant("topk:p=0.1", note="what DeepReduce starts from"),
     "sbc": Contestant(SBC, note="SBC(2): 1% of the update of a round"),
     "stc up": Contestant(STC),
-    "stc up+down": Contestant(STC, download=STC),
+    "stc up+down": Contestant(STC, download="stc:p=0.02"),
     "adaquantfl": Contestant("qsgd", rate="adaquantfl"),
 }
 
@@ -75,12 +76,11 @@ CHOICE: dict[str, tuple[str, ...]] = {
 }
 
 
-def contestant(name: str) -> Contestant:
-    """Of this name, or "CODEC" or "CODEC / DOWNLOAD", to try others."""
-    if name in CONTESTANTS:
-        return CONTESTANTS[name]
+def contestant(name: str, rounds: int) -> Contestant:
+    """Of this name, or "CODEC" or "CODEC / DOWNLOAD", to try others, in a training of so many rounds."""
     codec, _, download = (part.strip() for part in name.partition("/"))
-    return Contestant(codec, download or None)
+    found = CONTESTANTS.get(name, Contestant(codec, download or None))
+    return replace(found, codec=found.codec.format(quarter=rounds // 4))
 
 
 def describe(name: str) -> str:

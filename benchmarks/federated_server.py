@@ -5,7 +5,8 @@ python benchmarks/federated_server.py
 An 11 M-parameter model (ResNet-18) and 100 clients. Both sides start from the bytes of Flower's objects as they
 arrived, and end with the arrays that FedAvg has aggregated; both go through Flower's own inflation and its own
 `aggregate_train`. Raw arrays are ready then; CO3's updates are decoded by gradwire's grid in between. Replies are
-copies of a few distinct ones. Takes up to 5 GB, since FedAvg wants all replies at once.
+copies of a few distinct ones. Takes up to 5 GB, since FedAvg wants all replies at once. Times are CPU seconds, so that
+other programs do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch and numpy are imported
 import argparse
 import json
 import logging
+import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -39,6 +42,8 @@ from machine import processor
 
 RESULTS = Path(__file__).parent / "results" / "federated_server.json"
 DISTINCT = 4  # replies
+RAW = "Flower, raw fp32"
+SIDES = {RAW: None, "gradwire, co3": "co3"}  # and their recipes
 PHASES = ("inflate", "decode", "aggregate")
 Objects = dict[str, bytes]  # of a message, by Flower's object ids
 State = dict[str, torch.Tensor]
@@ -161,41 +166,45 @@ def check(got: State, wanted: State) -> None:
             raise SystemExit(f"the mean of {name!r} is wrong")
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+def measure_side(options: argparse.Namespace) -> dict[str, Any]:
+    """One side, in a process of its own: memory that the other has given back would be cheaper than new one."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     torch.manual_seed(0)
     model = ResNet18(10, 64).state_dict()
-    sides = {"Flower, raw fp32": record(model, None), f"gradwire, {options.recipe}": record(model, options.recipe)}
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    recipe = SIDES[options.side]
+    replies = record(model, recipe)
+    times = []
     for i in range(options.repeat + 1):  # the first is a warm-up, and is checked
-        for name, replies in sides.items():
-            print(f"\rround {i} of {options.repeat}: {name:30}", end="", file=sys.stderr, flush=True)
-            seconds, mean = round_of(model, replies, options.clients, not name.startswith("Flower"))
-            if i:
-                times[name].append(seconds)
-            else:
-                check(mean, expected(model, replies, options.clients))
-    print("\r" + 60 * " " + "\r", end="", file=sys.stderr)
-    rows = {
-        name: {
-            "message_bytes": sum(map(len, sides[name][0].values())),
-            **{f"{phase}_s": statistics.median(t[phase] for t in runs) for phase in (*PHASES, "total")},
-        }
-        for name, runs in times.items()
-    }
-    raw, own = (row["total_s"] for row in rows.values())
+        print(f"{options.side}: round {i} of {options.repeat}", file=sys.stderr, flush=True)
+        seconds, mean = round_of(model, replies, options.clients, recipe is not None)
+        if i:
+            times.append(seconds)
+        else:
+            check(mean, expected(model, replies, options.clients))
     return {
-        "machine": processor(), "torch": torch.__version__, "clients": options.clients,
-        "parameters": sum(t.numel() for t in model.values()), "rows": rows, "ratio": raw / own,
-    }  # fmt: skip
+        "parameters": sum(t.numel() for t in model.values()),
+        "message_bytes": sum(map(len, replies[0].values())),
+        **{f"{phase}_s": statistics.median(t[phase] for t in times) for phase in (*PHASES, "total")},
+        "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    rows = {}
+    for side in SIDES:
+        command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+        rows[side] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    raw, own = (row["total_s"] for row in rows.values())
+    common = {"machine": processor(), "torch": torch.__version__, "clients": options.clients}
+    return {**common, "parameters": rows[RAW].pop("parameters"), "rows": rows, "ratio": raw / own}
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['clients']} clients, {result['parameters'] / 1e6:.1f} M parameters, one core, seconds")
-    print(f"{'':24}{'MB a message':>14}" + "".join(f"{phase:>11}" for phase in (*PHASES, "total")))
+    print(f"{result['clients']} clients, {result['parameters'] / 1e6:.1f} M parameters, CPU seconds of one core")
+    print(f"{'':24}{'MB a message':>14}" + "".join(f"{phase:>11}" for phase in (*PHASES, "total", "peak GB")))
     for name, row in result["rows"].items():
         times = "".join(f"{row[f'{phase}_s']:11.2f}" for phase in (*PHASES, "total"))
-        print(f"{name:24}{row['message_bytes'] / 1e6:14.2f}{times}")
+        print(f"{name:24}{row['message_bytes'] / 1e6:14.2f}{times}{row['memory_bytes'] / 1e9:11.1f}")
     verdict = "not slower: reached" if result["ratio"] >= 1 else "SLOWER"
     print(f"gradwire takes 1/{result['ratio']:.2f} of the time ({verdict})")
 
@@ -203,8 +212,8 @@ def show(result: dict[str, Any]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--recipe", default="co3")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds of each side, in turn; the median counts")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds of each side; the median counts")
+    parser.add_argument("--side", choices=list(SIDES), help="this one alone, as JSON")
     parser.add_argument("--json", type=Path, default=RESULTS)
     return parser.parse_args()
 
@@ -213,6 +222,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     arguments = parse()
+    if arguments.side:
+        print(json.dumps(measure_side(arguments)))
+        sys.exit()
     outcome = measure(arguments)
     show(outcome)
     arguments.json.write_text(json.dumps(outcome, indent=1) + "\n")

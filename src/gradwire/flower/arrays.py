@@ -17,24 +17,20 @@ _SUPPORTED = {str(dtype).removeprefix("torch."): dtype for dtype in wire.DTYPES}
 
 
 class Decoded(Array):
-    """An array that is decoded already: no bytes are made of it unless somebody asks for them.
+    """An array of which no bytes are made unless somebody asks for them.
 
-    `numpy` gives every caller an array of his own, as Flower's does: the first one gets ours, for later ones `again`
-    makes another.
+    `make` gives every caller of `numpy` an array of his own, as Flower's does; it is of the same kind as `like`.
     """
 
-    def __init__(self, tensor: torch.Tensor, again: Callable[[], torch.Tensor]):
-        name = str(tensor.dtype).removeprefix("torch.")
-        self.__dict__.update(_tensor=tensor, _again=again, dtype=name, shape=tuple(tensor.shape), stype=NUMPY)
+    def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor]):
+        name = str(like.dtype).removeprefix("torch.")
+        self.__dict__.update(_make=make, dtype=name, shape=tuple(like.shape), stype=NUMPY)
 
     def numpy(self) -> np.ndarray:
-        if "data" in self.__dict__:
-            return super().numpy()
-        tensor = self.__dict__.pop("_tensor", None)
-        return (self.__dict__["_again"]() if tensor is None else tensor).numpy()
+        return super().numpy() if "data" in self.__dict__ else self.__dict__["_make"]().numpy()
 
     def __getattr__(self, name: str) -> Any:
-        if name != "data" or "_again" not in self.__dict__:
+        if name != "data" or "_make" not in self.__dict__:
             raise AttributeError(name)
         self.data = Array.from_numpy_ndarray(self.numpy()).data
         return self.data
@@ -77,4 +73,5 @@ def tensor(name: str, array: Array) -> torch.Tensor:
 
 
 def array(values: torch.Tensor) -> Array:
-    return Decoded(values.clone(), values.clone)
+    own = values.clone()
+    return Decoded(own, own.clone)

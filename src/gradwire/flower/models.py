@@ -23,6 +23,7 @@ class Model:
 
     number: int
     record: ArrayRecord
+    largest: dict[str, float] = field(default_factory=dict)  # magnitude in a tensor, where it has been asked for
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 from ..errors import GradwireError
@@ -32,15 +31,12 @@ def decoded(reply: Message, model: Model, weighted_by: str) -> tuple[Message, by
         raise GradwireError(f"a weight ({weighted_by}) of {weight}")
     key, record = found
     token, data = open_update(record, model.number, model.record)
-    changed = update.decode(data, model.tensors)
-    record = arrays.record({name: _array(name, changed, model, data) for name in model.record})
+    later = update.Later(model.largest)
+    changed = {**model.tensors, **update.decode(data, model.tensors, later=later)}
+    record = arrays.record(
+        {name: arrays.Decoded(tensor, later.tensors.get(name, tensor.clone)) for name, tensor in changed.items()}
+    )
     return with_records(reply, {**reply.content, key: record}), token
-
-
-def _array(name: str, changed: dict[str, torch.Tensor], model: Model, data: memoryview) -> arrays.Array:
-    if name in changed:
-        return arrays.Decoded(changed[name], lambda: update.decode(data, model.tensors, only=name)[name])
-    return arrays.array(model.tensors[name])
 
 
 def raw(reply: Message, model: Model, chain: Chain | None) -> Message:

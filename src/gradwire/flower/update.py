@@ -5,7 +5,8 @@ Knows tensors and their names, and nothing of Flower; `message.py` puts the head
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,11 +15,12 @@ import torch
 from .. import codecs, kernels, wire
 from ..aggregate.mean import Mean
 from ..aggregate.message import PREFIX
-from ..aggregate.pieces import Spec, whole
+from ..aggregate.pieces import SMALL, Spec, whole
 from ..catalogue import recipe
 from ..codecs import CONVERTIBLE
 from ..errors import FrameError, GradwireError
 from ..fields import Reader, varint
+from ..kernels.reference import FLOAT_MAX
 
 Tensors = Mapping[str, torch.Tensor]
 STATISTICS = ("*running_mean", "*running_var")  # of batch normalization: lossy steps would make them negative
@@ -74,10 +76,33 @@ def encode(
     return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
 
 
+@dataclass
+class Later:
+    """Large tensors of an update: decoded once to see that they are sound, and again whenever they are asked for.
+
+    Held by a server, the models of a hundred clients cost more than that: gigabytes of new memory in every round.
+    """
+
+    largest: dict[str, float]  # magnitudes in the model, found when first needed: for all updates of one model
+    tensors: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    _scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def add(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> None:
+        if self._scratch.numel() < header.elements:
+            self._scratch = torch.empty(header.elements)
+        difference = self._scratch[: header.elements]
+        codecs.decode_payload(header, payload, difference)
+        if name not in self.largest:
+            self.largest[name] = float(kernels.absmax(tensor.reshape(-1)))
+        if not self.largest[name] + float(kernels.absmax(difference)) <= FLOAT_MAX:
+            raise FrameError(f"a NaN or an infinity in {name!r} after the update")
+        self.tensors[name] = functools.partial(_sum, header, payload, tensor)
+
+
 def decode(
-    data: codecs.Bytes, model: Tensors, only: str | None = None, new_dtypes: bool = False
+    data: codecs.Bytes, model: Tensors, new_dtypes: bool = False, later: Later | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors that the update changes, as they are after it: of all the model, or of the frame with `only`.
+    """The tensors that the update changes, as they are after it; large ones may be left for `later`.
 
     Takes no more memory than the model itself, whatever the bytes say. Values have the dtypes of the model's tensors,
     or are integers where Flower has made floats of them by averaging; with `new_dtypes` they may have any.
@@ -88,19 +113,21 @@ def decode(
     if len(frames) != len(table):
         raise FrameError(f"{len(frames)} frames, but {len(table)} are announced")
     result: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
     for frame, (is_value, group) in zip(frames, table, strict=True):
-        if only is not None and only not in group:
-            continue
         header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
         sizes = [model[name].numel() for name in group]
-        if header.elements != sum(sizes) or not result.keys().isdisjoint(group) or len(set(group)) < len(group):
+        if header.elements != sum(sizes) or not seen.isdisjoint(group) or len(set(group)) < len(group):
             raise FrameError(f"a frame of {header.elements} elements for {', '.join(group[:3])}, expected {sum(sizes)}")
         if header.nonfinite:
             raise FrameError(f"a NaN or an infinity in {', '.join(group[:3])}")
+        seen.update(group)
         if is_value:
             if not new_dtypes:
                 _check_dtypes(header, group, model)
             _put_values(header, payload, group, model, result)
+        elif later is not None and _is_large(header, group, model):
+            later.add(group[0], header, payload, model[group[0]])
         else:
             _add_differences(header, payload, group, model, result)
     for name, tensor in result.items():
@@ -143,14 +170,24 @@ def _add_differences(
         raise FrameError(f"differences of {header.dtype} for {', '.join(group[:3])}, which is no such tensor")
     first = model[group[0]]
     if len(group) == 1 and first.dtype == torch.float32:
-        out = first.clone(memory_format=torch.contiguous_format)
-        codecs.decode_payload(header, payload, out.view(-1), 1.0, accumulate=True)
-        result[group[0]] = out
+        result[group[0]] = _sum(header, payload, first)
         return
     flat = torch.empty(header.elements)
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
         result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)
+
+
+def _sum(header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
+    out = tensor.clone(memory_format=torch.contiguous_format)
+    codecs.decode_payload(header, payload, out.view(-1), 1.0, accumulate=True)
+    return out
+
+
+def _is_large(header: wire.Header, group: list[str], model: Tensors) -> bool:
+    """Whether it is a tensor by itself, of the kind that all frames with differences hold."""
+    fp32 = header.dtype == model[group[0]].dtype == torch.float32
+    return len(group) == 1 and header.elements >= SMALL and fp32
 
 
 def _finite(tensor: torch.Tensor) -> bool:
