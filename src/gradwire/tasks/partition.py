@@ -38,7 +38,7 @@ def partition(task: Task, clients: int, seed: int, alpha: float = math.inf, at_l
     random = np.random.Generator(np.random.PCG64(derived_seed(seed, STREAM)))
     if alpha == math.inf:
         return [np.sort(part) for part in np.array_split(random.permutation(size), clients)]
-    return _dirichlet(labels.numpy(), clients, alpha, min(at_least, size // clients), random)
+    return _dirichlet(labels.cpu().numpy(), clients, alpha, min(at_least, size // clients), random)
 
 
 def _dirichlet(

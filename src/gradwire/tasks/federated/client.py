@@ -69,11 +69,10 @@ class LocalTraining:
         client = int(context.node_config["partition-id"])
         arrays, config = message.content.array_records["arrays"], message.content.config_records["config"]
         gradients = gradients_for(self.settings)
-        gradients.model.load_state_dict(arrays.to_torch_state_dict())
+        gradients.load(arrays.to_torch_state_dict())
         loss = self.train(gradients, client, int(str(config["server-round"])))
         metrics = MetricRecord({"train_loss": loss, "num-examples": len(self.settings.examples_of(client))})
-        state = {name: tensor.cpu() for name, tensor in gradients.model.state_dict().items()}
-        return Message(RecordDict({"arrays": ArrayRecord(state), "metrics": metrics}), reply_to=message)
+        return Message(RecordDict({"arrays": ArrayRecord(gradients.state()), "metrics": metrics}), reply_to=message)
 
     def train(self, gradients: Gradients, client: int, server_round: int) -> float:
         """The mean loss over the last epoch. Momentum starts anew in every round: it is not sent."""

@@ -14,6 +14,7 @@ from ..base import loss_of
 from ..training import own_device
 from .settings import FederatedSettings
 
+State = dict[str, torch.Tensor]
 WARM_UP = 3  # passes before a capture, as CUDA graphs want them
 
 
@@ -26,6 +27,12 @@ class Gradients:
         self.device = own_device(settings.device)
         self.model = settings.load().build_model().to(self.device)
 
+    def load(self, state: State) -> None:
+        self.model.load_state_dict(state)
+
+    def state(self) -> State:
+        return {name: tensor.cpu() for name, tensor in self.model.state_dict().items()}
+
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Those of a batch, in the parameters' `grad`; returns the loss."""
         self.model.zero_grad()
@@ -35,9 +42,24 @@ class Gradients:
 
 
 class Graphed(Gradients):
-    """Batches of the usual size are a replay; the last one of an epoch may be smaller."""
+    """Batches of the usual size are a replay; the last one of an epoch may be smaller.
+
+    States travel as a whole: a hundred tensors one by one would wait for the GPU a hundred times.
+    """
 
     graph: torch.cuda.CUDAGraph | None = None
+
+    def load(self, state: State) -> None:
+        own = self.model.state_dict()
+        flat = torch.cat([state[name].reshape(-1).double() for name in own]).to(self.device)
+        for tensor, values in zip(own.values(), flat.split([t.numel() for t in own.values()]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+    def state(self) -> State:
+        own = self.model.state_dict()
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in own.values()]).cpu()
+        parts = flat.split([tensor.numel() for tensor in own.values()])
+        return {name: p.view(t.shape).to(t.dtype) for (name, t), p in zip(own.items(), parts, strict=True)}
 
     def __init__(self, settings: FederatedSettings):
         super().__init__(settings)
