@@ -31,10 +31,10 @@ def decoded(reply: Message, model: Model, weighted_by: str) -> tuple[Message, by
         raise GradwireError(f"a weight ({weighted_by}) of {weight}")
     key, record = found
     token, data = open_update(record, model.number, model.record)
-    later = update.Later(model.largest)
-    changed = {**model.tensors, **update.decode(data, model.tensors, later=later)}
+    changed = {**model.tensors, **update.decode(data, model.tensors, later=model.later)}
+    later = model.later.tensors
     record = arrays.record(
-        {name: arrays.Decoded(tensor, later.tensors.get(name, tensor.clone)) for name, tensor in changed.items()}
+        {name: arrays.Decoded(tensor, later.get(name, tensor.clone)) for name, tensor in changed.items()}
     )
     return with_records(reply, {**reply.content, key: record}), token
 

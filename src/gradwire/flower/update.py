@@ -6,6 +6,7 @@ Knows tensors and their names, and nothing of Flower; `message.py` puts the head
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,27 +77,40 @@ def encode(
     return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
 
 
-@dataclass
-class Later:
-    """Large tensors of an update: decoded once to see that they are sound, and again whenever they are asked for.
+Tensor = Callable[[], torch.Tensor]  # one that is made when it is asked for
 
-    Held by a server, the models of a hundred clients cost more than that: gigabytes of new memory in every round.
+
+class Later:
+    """Large tensors of updates to one model: decoded once to see that they are sound, and again whenever they are
+    asked for.
+
+    Held by a server, the models of a hundred clients cost more than that: gigabytes of new memory in every round. For
+    the same reason a tensor that nobody holds any more makes room for the next of its name.
     """
 
-    largest: dict[str, float]  # magnitudes in the model, found when first needed: for all updates of one model
-    tensors: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    _scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}  # of the last update
+        self._largest: dict[str, float] = {}  # magnitudes in the model
+        self._scratch = torch.empty(0)
+        self._made: dict[str, np.ndarray] = {}  # the last one of each name
 
     def add(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> None:
         if self._scratch.numel() < header.elements:
             self._scratch = torch.empty(header.elements)
         difference = self._scratch[: header.elements]
         codecs.decode_payload(header, payload, difference)
-        if name not in self.largest:
-            self.largest[name] = float(kernels.absmax(tensor.reshape(-1)))
-        if not self.largest[name] + float(kernels.absmax(difference)) <= FLOAT_MAX:
+        if name not in self._largest:
+            self._largest[name] = float(kernels.absmax(tensor.reshape(-1)))
+        if not self._largest[name] + float(kernels.absmax(difference)) <= FLOAT_MAX:
             raise FrameError(f"a NaN or an infinity in {name!r} after the update")
-        self.tensors[name] = functools.partial(_sum, header, payload, tensor)
+        self.tensors[name] = functools.partial(self._make, name, header, payload, tensor)
+
+    def _make(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._made.get(name)
+        # Ours, `room` and the argument are three; a view or a tensor of its memory would be a fourth.
+        if room is None or sys.getrefcount(room) > 3:
+            room = self._made[name] = torch.empty(tensor.shape).numpy()
+        return _add_to(torch.from_numpy(room).copy_(tensor), header, payload)
 
 
 def decode(
@@ -114,6 +128,8 @@ def decode(
         raise FrameError(f"{len(frames)} frames, but {len(table)} are announced")
     result: dict[str, torch.Tensor] = {}
     seen: set[str] = set()
+    if later is not None:
+        later.tensors = {}
     for frame, (is_value, group) in zip(frames, table, strict=True):
         header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
         sizes = [model[name].numel() for name in group]
@@ -170,7 +186,7 @@ def _add_differences(
         raise FrameError(f"differences of {header.dtype} for {', '.join(group[:3])}, which is no such tensor")
     first = model[group[0]]
     if len(group) == 1 and first.dtype == torch.float32:
-        result[group[0]] = _sum(header, payload, first)
+        result[group[0]] = _add_to(first.clone(memory_format=torch.contiguous_format), header, payload)
         return
     flat = torch.empty(header.elements)
     codecs.decode_payload(header, payload, flat)
@@ -178,10 +194,9 @@ def _add_differences(
         result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)
 
 
-def _sum(header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
-    out = tensor.clone(memory_format=torch.contiguous_format)
-    codecs.decode_payload(header, payload, out.view(-1), 1.0, accumulate=True)
-    return out
+def _add_to(tensor: torch.Tensor, header: wire.Header, payload: np.ndarray) -> torch.Tensor:
+    codecs.decode_payload(header, payload, tensor.view(-1), 1.0, accumulate=True)
+    return tensor
 
 
 def _is_large(header: wire.Header, group: list[str], model: Tensors) -> bool:
