@@ -89,6 +89,7 @@ def test_budget_and_download() -> None:
 def test_the_server_chooses_the_rate() -> None:
     figures = finished(dataclasses.replace(SMALL, rate="adaquantfl"), "none")[0]
     assert figures["rejected"] == 0 and figures["upload_ratio"] > 6
+    assert figures["codec"] == figures["spec"] == "adaquantfl"
 
 
 class Failing(client.LocalTraining):
@@ -179,6 +180,7 @@ def error_of(*arguments: str) -> str:
         ("--federated --budget much", "is not a number of bytes: write 200000, 200kB"),
         ("--federated --budget 0", "--budget must be above 0"),
         ("--federated --rate slow", "adaquantfl"),
+        ("--federated --rate feddq --codec co3", "--codec does not go with --rate"),
         ("--federated --json nowhere/a.json", "--json nowhere/a.json: give a file in a folder that exists"),
     ],
 )
@@ -227,8 +229,9 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
             on_round({"round": i, "accuracy": 0.5, "loss": 1.0, "upload_bytes": i * 1000, "download_bytes": 1})
         on_failure(3, 12, "damaged [bold]frame[/nothing]")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "co3: round 20/100, accuracy 0.5000, 20 kB up, 1 B down"
-    assert len(lines) == 6
+    assert lines[0] == "starting Flower and its clients"
+    assert lines[1] == "co3: round 20/100, accuracy 0.5000, 20 kB up, 1 B down"
+    assert len(lines) == 7
     assert lines[-1] == "warning: co3: round 3 goes on without client 12: damaged [bold]frame[/nothing]"
 
 

@@ -66,7 +66,7 @@ def train(options: Options, federated: FederatedOptions) -> None:
 
     try:
         with Rounds(settings.rounds) as rounds:
-            runs = [FederatedRun(settings, codec, *rounds.of(codec)) for codec in codecs]
+            runs = [FederatedRun(settings, codec, *rounds.of(settings.rate or codec)) for codec in codecs]
             simulation.simulate(runs)
     except (KeyboardInterrupt, SystemExit) as interrupt:
         simulation.leave(interrupt)
@@ -96,6 +96,10 @@ def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSet
         raise GradwireError(f"--per-round {per_round} is more than there are: give --clients {per_round} or more")
     if federated.rate:
         rate.parse(federated.rate)
+        if options.codecs:
+            raise GradwireError(
+                "--codec does not go with --rate, by which the server chooses the recipe: leave one out"
+            )
     own_device(options.device)
     settings = FederatedSettings(
         task=task.name,

@@ -12,6 +12,7 @@ from .progress import LINES
 
 OnRound = Callable[[dict[str, float]], None]
 OnFailure = Callable[[int, int, str], None]
+STARTING = "starting Flower and its clients"
 BYTES = ("upload_bytes", "download_bytes")
 
 
@@ -32,7 +33,9 @@ class Rounds:
 
     def __enter__(self) -> Rounds:
         self.bars.start()
-        self.starting: TaskID | None = self.bars.add_task("", total=None, figures="starting Flower and its clients")
+        self.starting: TaskID | None = self.bars.add_task("", total=None, figures=STARTING)
+        if self.bars.disable:
+            self._print(STARTING)
         return self
 
     def __exit__(self, *_: object) -> None:

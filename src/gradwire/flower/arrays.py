@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,9 @@ def record(arrays: Mapping[str, Array]) -> ArrayRecord:
     return result
 
 
-def supported(arrays: ArrayRecord) -> bool:
+def supported(arrays: Iterable[Array]) -> bool:
     """Whether all arrays are NumPy's, of dtypes that frames can hold."""
-    return all(array.stype == NUMPY and array.dtype in _SUPPORTED for array in arrays.values())
+    return all(array.stype == NUMPY and array.dtype in _SUPPORTED for array in arrays)
 
 
 def tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:

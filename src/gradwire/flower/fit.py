@@ -50,8 +50,8 @@ def within(
         return shorter.shorter()
     except _NotShorter as least:
         raise GradwireError(
-            f"a budget of {limit} bytes is impossible: an update of this model takes at least "
-            f"{least.length + beside}, for what may not wait: {least}. Raise the budget"
+            f"a budget of {limit} bytes is impossible: a reply takes at least {least.length + beside}, of which "
+            f"{beside} are metrics and Flower's own bytes, and the rest is what may not wait: {least}. Raise the budget"
         ) from None
 
 

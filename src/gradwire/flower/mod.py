@@ -104,8 +104,11 @@ class Compress:
         left: dict[str, torch.Tensor], budget: int | None,
     ) -> Message:  # fmt: skip
         received, sent = single_arrays(message), single_arrays(reply)
-        if received is None or sent is None or not _same_model(received[1], sent[1]):
-            _say("the reply does not hold the model that was received, or of other types: it is sent as it is")
+        if received is None or sent is None:
+            _say("the message or the reply does not have exactly one ArrayRecord: the reply is sent as it is")
+            return _affordable(reply, budget)
+        if difference := _difference(received[1], sent[1]):
+            _say(f"the reply does not hold the model that was received ({difference}): it is sent as it is")
             return _affordable(reply, budget)
         key, model = sent[0], received[1]
         differences, values = _changes(model, sent[1])
@@ -162,13 +165,20 @@ def _with_model(message: Message, note: Note, store: Store) -> Message:
     return with_records(message, {**message.content, key: record})
 
 
-def _same_model(received: ArrayRecord, sent: ArrayRecord) -> bool:
-    """Whether the two differ by nothing but their values, and integers have at most become floats on the server."""
-    if received.keys() != sent.keys() or not arrays.supported(received) or not arrays.supported(sent):
-        return False
-    pairs = [(received[name], sent[name]) for name in received]
-    same_shapes = all(tuple(old.shape) == tuple(new.shape) for old, new in pairs)
-    return same_shapes and all(_is_float(old) or not _is_float(new) for old, new in pairs)
+def _difference(received: ArrayRecord, sent: ArrayRecord) -> str | None:
+    """What differs beside the values, where integers may have become floats on the server; None for nothing."""
+    if names := received.keys() ^ sent.keys():
+        name = min(names)
+        return f"{name!r} is only in the {'reply' if name in sent else 'model'}"
+    for name, old in received.items():
+        new = sent[name]
+        if not arrays.supported((old, new)):
+            return f"{name!r} has a type that cannot be compressed"
+        if tuple(old.shape) != tuple(new.shape):
+            return f"{name!r} has the shape {tuple(new.shape)}, not {tuple(old.shape)}"
+        if _is_float(new) and not _is_float(old):
+            return f"{name!r} is {new.dtype}, not {old.dtype}"
+    return None
 
 
 def _is_float(array: arrays.Array) -> bool:

@@ -45,7 +45,7 @@ def raw(reply: Message, model: Model, chain: Chain | None) -> Message:
     # Only of the present model it is known what the copy does not have; a personal one went out as it is.
     if chain is None or model.number != chain.number or found is None:
         return reply
-    if found[1].keys() != model.record.keys() or not arrays.supported(found[1]):
+    if found[1].keys() != model.record.keys() or not arrays.supported(found[1].values()):
         return reply
     whole = chain.restored(arrays.tensors(found[1]))
     record = arrays.record({name: arrays.array(tensor) for name, tensor in whole.items()})

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from ..aggregate.pieces import Spec
+from ..errors import GradwireError, SpecError
 from .download import Chain
 from .rate import Rate
 from .rate import parse as parse_rate
@@ -28,6 +29,15 @@ class Compressed(Strategy):
     """
 
     def __init__(self, strategy: Strategy, *, download: Spec | None = None, rate: Rate | str | None = None):
+        if not isinstance(strategy, Strategy):
+            raise SpecError(
+                f"Compressed takes a strategy of flwr.serverapp.strategy, such as FedAvg(), not {strategy!r}: those of "
+                f"flwr.server.strategy, and clients made by client_fn, send messages that gradwire does not know"
+            )
+        if isinstance(strategy, Compressed):
+            raise SpecError("this strategy is Compressed already: once is enough")
+        if rate is not None and not isinstance(rate, str | Rate):
+            raise SpecError(f"a rate is AdaQuantFL(…), FedDQ(…) or text such as 'feddq', not {rate!r}")
         if download is not None:
             Chain(download)  # a SpecError now rather than when the training starts
         self.strategy, self.download = strategy, download
@@ -48,6 +58,11 @@ class Compressed(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        if not isinstance(grid, Wire):  # the start of a strategy around this one: nothing would be compressed
+            raise GradwireError(
+                "gradwire.flower.Compressed has to be the outermost strategy: Compressed(Other(FedAvg())), not "
+                "Other(Compressed(FedAvg()))"
+            )
         return self.strategy.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(

@@ -21,7 +21,7 @@ from flwr.supercore import log
 from ..aggregate.pieces import Spec
 from ..errors import GradwireError
 from . import replies
-from .message import NEEDS_WHOLE, NOTE, REFUSED, TRAINING, Note, category, like, single_arrays, with_records
+from .message import NEEDS_WHOLE, NOTE, REFUSED, STYPE, TRAINING, Note, category, like, single_arrays, with_records
 from .models import MOST_CLIENTS, Model, Models
 from .rate import Rate
 from .traffic import Meter, dense_bytes
@@ -56,6 +56,7 @@ class Wire(Grid):
         self.models = Models(download)
         self.meter = Meter()
         self._sent: OrderedDict[str, Sent] = OrderedDict()
+        self._warned = False
 
     # ── Flower's interface ──
 
@@ -121,7 +122,7 @@ class Wire(Grid):
         record, have = self.models.for_client(sent.node, sent.model)
         rate = self.rate.instruction() if self.rate and category(message) == "train" else None
         note = Note(self.training, sent.model.number, self._accepted_of(sent.node), rate, have)
-        self.meter.of(message).dense_download_bytes += dense_bytes(sent.model.record)
+        self.meter.dense_model(message, sent.model.record)
         return with_records(message, {**message.content, key: record, NOTE: note.record()})
 
     def _accepted_of(self, node: int) -> tuple[bytes, ...]:
@@ -146,6 +147,7 @@ class Wire(Grid):
         """
         good: list[Message] = []
         again: list[Message] = []
+        plain = 0
         for reply in arrived:
             self.meter.arrived(reply)
             sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
@@ -157,8 +159,14 @@ class Wire(Grid):
                     again.append(sent.original)
                 else:
                     good.append(reply)
+            elif reply.has_error():
+                good.append(_explained(reply, sent.node))
             else:
-                good.append(reply if reply.has_error() else self._accepted_or_rejected(reply, sent))
+                plain += category(reply) == "train" and not replies.is_compressed(reply)
+                good.append(self._accepted_or_rejected(reply, sent))
+        if plain and not self.accepted and not self._warned:
+            self._warned = True
+            log(WARNING, "gradwire: no update is compressed so far: is gradwire.flower.compress a mod of the app?")
         if self.rate:
             replies.observe(self.rate, [r for r in good if category(r) == "train"], self.weighted_by)
         return good, again
@@ -167,8 +175,10 @@ class Wire(Grid):
         traffic = self.meter.of(reply)
         self.models.answered(sent.node, sent.model.number)
         compressed = replies.is_compressed(reply)
-        raw = [sent.model.record] if compressed else reply.content.array_records.values()
-        traffic.dense_upload_bytes += sum(map(dense_bytes, raw))
+        if compressed:
+            self.meter.dense_update(reply, sent.model.record)
+        else:
+            traffic.dense_upload_bytes += sum(map(dense_bytes, reply.content.array_records.values()))
         try:
             if not compressed:
                 return replies.raw(reply, sent.model, self.models.chain)
@@ -184,3 +194,14 @@ class Wire(Grid):
             self.accepted.popitem(last=False)
         self.models.has(sent.node, sent.model.number)
         return result
+
+
+def _explained(reply: Message, node: int) -> Message:
+    """Where the mod is only one of the training function, evaluation gets an update that it cannot read."""
+    if not all(part in str(reply.error.reason) for part in ("serialization type", f"'{STYPE}'")):  # Flower's words
+        return reply
+    reason = (
+        f"gradwire: node {node} cannot read the compressed model in a message of type {category(reply)!r}: give "
+        f"gradwire.flower.compress to the app, ClientApp(mods=[…]), not to its training function alone"
+    )
+    return like(reply, error=Error(reply.error.code, reason))

@@ -53,8 +53,8 @@ class FederatedRun:
             traffic["upload_bytes"] / traffic["replies"], traffic["download_bytes"] / traffic["messages"]
         )  # fmt: skip
         return {
-            "codec": self.codec,
-            "spec": str(recipe(self.codec)),
+            "codec": self.settings.rate or self.codec,
+            "spec": self.settings.rate or str(recipe(self.codec)),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "digest": checkpoint.digest(self.model),
             "history": self.history,
