@@ -26,7 +26,9 @@ from gradwire.flower.store import RECORD
 RECIPES = [entry.name for entry in gradwire.recipes()]
 
 
-def compressed(recipe: str = "none", strategy: object = FedAvg, **options: object) -> tuple[object, object]:
+def compressed(
+    recipe: str | dict[str, str] = "none", strategy: object = FedAvg, **options: object
+) -> tuple[object, object]:
     return flower.Compressed(strategy(**options)), adding_client([flower.compress(recipe)])
 
 
@@ -42,7 +44,7 @@ def test_strategies_do_as_without(strategy: type) -> None:
     options = {"proximal_mu": 0.1} if strategy is FedProx else {}
     wrapped = flower.Compressed(strategy(**options))
     # bf16 is for statistics; here nothing may be lost at all.
-    result, _ = run(wrapped, adding_client([flower.compress({"*": "none"})]), clients=5)
+    result, _ = run(wrapped, adding_client([flower.compress({"*running_*": "none", "*": "none"})]), clients=5)
     plain, _ = run(strategy(**options), adding_client([]), clients=5)
     assert_close(final(result), final(plain))
     assert dict(result.train_metrics_clientapp[3]) == dict(plain.train_metrics_clientapp[3])
@@ -101,8 +103,9 @@ def test_the_mean_is_that_of_the_decoded_updates_by_weight() -> None:
         torch.testing.assert_close(final(result)[name], torch.atleast_1d(mean))
 
 
-def test_integers_and_buffers_are_those_of_flower() -> None:
-    strategy, client = compressed("stc")
+@pytest.mark.parametrize("recipe", ["stc", {"*.bias": "none", "*": "stc"}])
+def test_integers_and_buffers_are_those_of_flower(recipe: str | dict[str, str]) -> None:
+    strategy, client = compressed(recipe)
     result, _ = run(strategy, client)
     plain, _ = run(FedAvg(), adding_client([]))
     for name in ("bn.num_batches_tracked", "mask", "empty"):

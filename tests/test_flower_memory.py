@@ -23,7 +23,7 @@ from gradwire.flower.memory import ErrorMemory
 from gradwire.flower.store import InFolder, default_folder
 
 NAME = "conv.weight"
-RECIPE = {"*": "stc:decay=1,small=same"}
+RECIPE = dict.fromkeys(("*running_*", "*"), "stc:decay=1,small=same")
 FATES = ("arrives", "lost", "killed before", "killed after", "restarted")
 
 
@@ -101,6 +101,11 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(GradwireError, match="folder="):
         InFolder(tmp_path / "file", bytes(8), "node-1")
+
+
+def test_a_memory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    store = InFolder(tmp_path, b"training", "client")
+    assert store.folder.stat().st_mode & 0o077 == 0
 
 
 def test_memories_nobody_asks_for_are_removed(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class InFolder:
         self.folder = folder / training.hex() / urllib.parse.quote(client, safe="")
         if not self.folder.is_dir():
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(0o700, parents=True, exist_ok=True)  # of what it learned from its data
             except OSError as error:
                 raise GradwireError(
                     f"cannot keep the error memory in {self.folder} ({error.strerror or error}): name a folder that "

@@ -37,8 +37,10 @@ class Encoded:
 
 
 def full_spec(spec: Spec) -> Spec:
-    """The spec of all tensors of a model, where a single recipe was given."""
-    return spec if isinstance(spec, Mapping) else {**dict.fromkeys(STATISTICS, "bf16"), "*": spec}
+    """The spec of all tensors of a model: running statistics as `bf16`, unless a pattern names them."""
+    patterns = spec if isinstance(spec, Mapping) else {"*": spec}
+    named = any("running_" in pattern for pattern in patterns)
+    return patterns if named else {**dict.fromkeys(STATISTICS, "bf16"), **patterns}
 
 
 def encode(
