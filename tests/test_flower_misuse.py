@@ -11,18 +11,21 @@ import torch
 pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import fixedclipping_mod
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAdam, FedAvg
+from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+)
 
 from flower_apps import adding_client, run, start_model
 from gradwire import GradwireError, SpecError, flower
 from gradwire.flower import mod
 
 
-def private(strategy: Any) -> DifferentialPrivacyClientSideFixedClipping:
-    return DifferentialPrivacyClientSideFixedClipping(
-        strategy, noise_multiplier=0.01, clipping_norm=5.0, num_sampled_clients=3
-    )
+def private(strategy: Any, kind: Any = DifferentialPrivacyServerSideFixedClipping) -> Any:
+    return kind(strategy, noise_multiplier=0.01, clipping_norm=5.0, num_sampled_clients=3)
 
 
 def app_of(inner: ClientApp, mods: list[Any], train_mods: list[Any]) -> ClientApp:
@@ -61,6 +64,11 @@ def test_another_strategy_around_it() -> None:
         run(private(flower.Compressed(FedAvg())), adding_client([flower.compress("co3")]))
 
 
+def test_clipping_by_clients_does_not_bound_what_arrives() -> None:
+    with pytest.raises(SpecError, match="DifferentialPrivacyServerSide"):
+        flower.Compressed(private(FedAvg(), DifferentialPrivacyClientSideFixedClipping))
+
+
 def test_flowers_differential_privacy_inside() -> None:
     model = {name: tensor for name, tensor in start_model().items() if tensor.dtype == torch.float32 and tensor.dim()}
 
@@ -71,7 +79,7 @@ def test_flowers_differential_privacy_inside() -> None:
             records |= {"arrays": ArrayRecord({name: tensor + 0.01 for name, tensor in received.items()})}
         return Message(RecordDict(records), reply_to=message)
 
-    client = app_of(answer, [flower.compress("co3")], [fixedclipping_mod])  # type: ignore[arg-type]
+    client = app_of(answer, [flower.compress("co3")], [LocalDpMod(5.0, 5.0, 1e6, 1e-5)])  # type: ignore[arg-type]
     strategy = flower.Compressed(private(FedAvg()), download="co3")
     run(strategy, client, rounds=2, model=model)
     stats = strategy.stats()

@@ -8,7 +8,12 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    Result,
+    Strategy,
+)
 
 from ..aggregate.pieces import Spec
 from ..errors import GradwireError, SpecError
@@ -16,6 +21,8 @@ from .download import Chain
 from .rate import Rate
 from .rate import parse as parse_rate
 from .wire_grid import Wire
+
+CLIPPED_BY_CLIENTS = (DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyClientSideFixedClipping)
 
 
 class Compressed(Strategy):
@@ -36,6 +43,11 @@ class Compressed(Strategy):
             )
         if isinstance(strategy, Compressed):
             raise SpecError("this strategy is Compressed already: once is enough")
+        if isinstance(strategy, CLIPPED_BY_CLIENTS):
+            raise SpecError(
+                f"{type(strategy).__name__} adds noise for updates that clients have clipped, but with their error "
+                f"memory what arrives may be longer: use a DifferentialPrivacyServerSide… strategy, which clips that"
+            )
         if rate is not None and not isinstance(rate, str | Rate):
             raise SpecError(f"a rate is AdaQuantFL(…), FedDQ(…) or text such as 'feddq', not {rate!r}")
         if download is not None:
