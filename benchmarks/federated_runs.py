@@ -60,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lr": 0.05, "evaluate_every": 2, "alpha": SKEW,
     },
     "fashion-10-iid": {
-        "task": "fashion-mnist", "clients": 10, "per_round": 10, "rounds": 10, "local_epochs": 1, "batch_size": 50,
+        "task": "fashion-mnist", "clients": 10, "per_round": 10, "rounds": 8, "local_epochs": 1, "batch_size": 50,
         "lr": 0.05, "evaluate_every": 1,
     },
 }  # fmt: skip

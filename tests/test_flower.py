@@ -244,6 +244,25 @@ def test_a_bad_update_is_rejected_and_the_round_goes_on(reason: str, caplog: pyt
     assert_close(final(result), final(without))
 
 
+def test_a_forged_stream_leaves_the_tensor_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    """Its side information is sound, so that it is found out only when a strategy asks for the tensor."""
+    logging.getLogger("flwr").propagate = True
+    frame = bytearray(gradwire.codec("co3").encode(torch.randn(5200, generator=torch.Generator().manual_seed(0))))
+    frame[-200:] = bytes(200)
+    frame[5:9] = struct.pack("<I", zlib.crc32(frame[9:], zlib.crc32(frame[:5])))
+    with pytest.raises(gradwire.FrameError):
+        gradwire.decode(bytes(frame))
+    strategy, client = compressed("co3")
+    forged = one_frame("conv.weight", bytes(frame))
+    result, _ = run(strategy, client, rounds=1, fault=one_client_is(lambda reply: changed_update(reply, forged)))
+    assert "conv.weight in the update of node 2 is left out" in caplog.text
+    strategy, client = compressed("co3")
+    without, _ = run(strategy, client, rounds=1, fault=one_client_is(lambda reply: None))
+    moved, moved_without = (final(r)["conv.weight"] - start_model()["conv.weight"] for r in (result, without))
+    # The others' weights are 1 and 3, and the forger's, who moves nothing, is 2.
+    torch.testing.assert_close(moved, moved_without * 4 / 6, atol=1e-6, rtol=0)
+
+
 def test_a_weight_that_is_not_a_number_is_rejected() -> None:
     client = adding_client([flower.compress("co3")], weight=lambda i: float("nan") if i == 1 else 1.0)
     strategy = flower.Compressed(FedAvg())

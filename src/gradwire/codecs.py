@@ -252,6 +252,11 @@ def open_frame(data: np.ndarray) -> tuple[wire.Header, np.ndarray]:
     return header, data[header.length :]
 
 
+def bound(header: wire.Header, payload: np.ndarray) -> float | None:
+    """A magnitude that no entry exceeds, where the frame tells it without being decoded."""
+    return minifloat.bound(header, payload) if header.codec == wire.MINIFLOAT else None
+
+
 def decode_payload(
     header: wire.Header, payload: np.ndarray, out: torch.Tensor, weight: float = 1.0, accumulate: bool = False
 ) -> None:

@@ -287,6 +287,14 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         combine(kernels.dequantize(symbols, table), out, 1, accumulate)
 
 
+def bound(header: Header, payload: np.ndarray) -> float | None:
+    """The largest magnitude that the frame can hold, by its side information; None where there are many."""
+    if header.flags & SEGMENTED:
+        return None
+    reader = Reader(memoryview(payload))
+    return read_format(reader).largest * read_step(reader)
+
+
 def _segment_values(
     fmt: Format, symbols: torch.Tensor, segments: list[tuple[int, float]], dtype: torch.dtype
 ) -> torch.Tensor:

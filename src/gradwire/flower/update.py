@@ -83,11 +83,13 @@ Tensor = Callable[[], torch.Tensor]  # one that is made when it is asked for
 
 
 class Later:
-    """Large tensors of updates to one model: decoded once to see that they are sound, and again whenever they are
-    asked for.
+    """Large tensors of updates to one model, decoded whenever they are asked for.
 
-    Held by a server, the models of a hundred clients cost more than that: gigabytes of new memory in every round. For
-    the same reason a tensor that nobody holds any more makes room for the next of its name.
+    Held by a server, the models of a hundred clients would be gigabytes of new memory in every round. For the same
+    reason a tensor that nobody holds any more makes room for the next of its name.
+
+    That they are finite is known before: the side information of a frame bounds its entries, or it is decoded once to
+    see. That symbols can be decoded is not known of the former, and a forged frame raises a FrameError then.
     """
 
     def __init__(self) -> None:
@@ -97,15 +99,19 @@ class Later:
         self._made: dict[str, np.ndarray] = {}  # the last one of each name
 
     def add(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> None:
+        bound = codecs.bound(header, payload)
+        if name not in self._largest:
+            self._largest[name] = float(kernels.absmax(tensor.reshape(-1)))
+        if not self._largest[name] + (self._measured(header, payload) if bound is None else bound) <= FLOAT_MAX:
+            raise FrameError(f"a NaN or an infinity in {name!r} after the update")
+        self.tensors[name] = functools.partial(self._make, name, header, payload, tensor)
+
+    def _measured(self, header: wire.Header, payload: np.ndarray) -> float:
         if self._scratch.numel() < header.elements:
             self._scratch = torch.empty(header.elements)
         difference = self._scratch[: header.elements]
         codecs.decode_payload(header, payload, difference)
-        if name not in self._largest:
-            self._largest[name] = float(kernels.absmax(tensor.reshape(-1)))
-        if not self._largest[name] + float(kernels.absmax(difference)) <= FLOAT_MAX:
-            raise FrameError(f"a NaN or an infinity in {name!r} after the update")
-        self.tensors[name] = functools.partial(self._make, name, header, payload, tensor)
+        return float(kernels.absmax(difference))
 
     def _make(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
         room = self._made.get(name)

@@ -58,7 +58,7 @@ class Cifar10Small(Cifar10):
     def build_model(self) -> nn.Module:
         layers: list[nn.Module] = []
         for before, after in ((3, 16), (16, 32), (32, 64)):
-            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
