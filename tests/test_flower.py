@@ -14,8 +14,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedProx, FedTrimmedAvg, Krum
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
 
 import gradwire
 from flower_apps import adding_client, changed_update, drift, final, run, start_model
@@ -282,3 +284,17 @@ def test_a_client_that_diverges_sends_nothing_and_keeps_its_memory() -> None:
     result, _ = run(strategy, adding_client([flower.compress("stc")], change=sometimes_nan))
     assert strategy.stats()["train"]["replies"] == 9
     assert all(torch.isfinite(t).all() for t in final(result).values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 5_242_879, 5_242_880, 5_242_881, 11_000_000])
+def test_lengths_are_those_of_all_objects(length: int) -> None:
+    """Of updates too, which are not hashed to be measured."""
+    data = np.random.default_rng(0).bytes(length)
+    records = {
+        "arrays": flower.message.as_bytes_record(data),
+        "raw": ArrayRecord({"zeros": Array(np.zeros(3_000_000)), "again": Array(np.zeros(3))}),
+        "metrics": MetricRecord({"loss": 1.0}),
+    }
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    message = Message(RecordDict(records), 1, "train")
+    assert flower.message_bytes(message) == sum(len(p.deflate()) for p in get_all_nested_objects(message).values())

@@ -16,6 +16,7 @@ from ..aggregate.pieces import Spec, parse_spec
 from ..errors import FrameError, GradwireError
 from . import arrays, fit, update
 from .catch_up import Copy
+from .lengths import message_bytes
 from .memory import ErrorMemory
 from .message import (
     ARRAY,
@@ -27,7 +28,6 @@ from .message import (
     Note,
     category,
     is_bytes_record,
-    message_bytes,
     seal,
     single_arrays,
     with_records,

@@ -118,7 +118,7 @@ class Later:
         # Ours, `room` and the argument are three; a view or a tensor of its memory would be a fourth.
         if room is None or sys.getrefcount(room) > 3:
             room = self._made[name] = torch.empty(tensor.shape).numpy()
-        return _add_to(torch.from_numpy(room).copy_(tensor), header, payload)
+        return codecs.decode_onto(header, payload, torch.from_numpy(room), tensor.contiguous())
 
 
 def decode(
@@ -194,17 +194,13 @@ def _add_differences(
         raise FrameError(f"differences of {header.dtype} for {', '.join(group[:3])}, which is no such tensor")
     first = model[group[0]]
     if len(group) == 1 and first.dtype == torch.float32:
-        result[group[0]] = _add_to(first.clone(memory_format=torch.contiguous_format), header, payload)
+        out = torch.empty(first.shape)
+        result[group[0]] = codecs.decode_onto(header, payload, out, first.contiguous())
         return
     flat = torch.empty(header.elements)
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
         result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)
-
-
-def _add_to(tensor: torch.Tensor, header: wire.Header, payload: np.ndarray) -> torch.Tensor:
-    codecs.decode_payload(header, payload, tensor.view(-1), 1.0, accumulate=True)
-    return tensor
 
 
 def _is_large(header: wire.Header, group: list[str], model: Tensors) -> bool:
