@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
 from ..aggregate.pieces import Spec
 from .download import Chain
@@ -36,7 +36,9 @@ class Compressed(Strategy):
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         weighted_by = getattr(self.strategy, "weighted_by_key", "num-examples")
-        self.wire = Wire(grid, download=self.download, rate=self.rate, weighted_by=weighted_by)
+        rate = replace(self.rate) if self.rate else None  # each training has its own first loss
+        alike = isinstance(self.strategy, FedAvg)  # as all of Flower's own are
+        self.wire = Wire(grid, download=self.download, rate=rate, weighted_by=weighted_by, alike=alike)
         return self.strategy.start(self.wire, *args, **options)
 
     def stats(self) -> dict[str, dict[str, int]]:
