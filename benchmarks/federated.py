@@ -80,7 +80,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def data_folder(options: argparse.Namespace, setting: str) -> Path:
-    return getattr(options, SETTINGS[setting]["task"].replace("-", "_"))
+    return options.cifar10 if SETTINGS[setting]["task"].startswith("cifar10") else options.fashion_mnist
 
 
 class Running:

@@ -118,16 +118,17 @@ bool rans_decode_all(Bytes body, const std::vector<size_t>& lengths, Ints freque
 bool rans_decode(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
                  BytesOut symbols) {
     return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, symbols.size(), Sink::symbols,
-                           [&](size_t i) { return Target{symbols.data() + i, nullptr, nullptr}; });
+                           [&](size_t i) { return Target{symbols.data() + i, nullptr, nullptr, nullptr}; });
 }
 
-// The values of all symbols, stored in `out` or added to it.
+// The values of all symbols, stored in `out`, alone or added to those in `onto`, which may be the same.
 bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
-                     Floats values, FloatsOut out, bool accumulate) {
+                     Floats values, FloatsOut out, bool accumulate, Floats onto) {
     require(values.size() == frequencies.size(), "values do not fit the frequencies");
+    require(onto.size() == out.size(), "there must be as many entries to add to");
     return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, out.size(),
                            accumulate ? Sink::add : Sink::store,
-                           [&](size_t i) { return Target{nullptr, values.data(), out.data() + i}; });
+                           [&](size_t i) { return Target{nullptr, values.data(), out.data() + i, onto.data() + i}; });
 }
 
 }  // namespace

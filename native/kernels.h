@@ -55,11 +55,13 @@ struct RansTable {
 
 enum class Sink { symbols, store, add };  // where decoded symbols go: as they are, or their values
 
-// What a decoder writes to: `symbols` for Sink::symbols, `values` (a table) and `out` for the others.
+// What a decoder writes to: `symbols` for Sink::symbols, `values` (a table) and `out` for the others. Sink::add adds
+// values to `onto`, which may be `out` itself.
 struct Target {
     uint8_t* symbols;
     const float* values;
     float* out;
+    const float* onto;
 };
 
 // A coded chunk of `count` entries, and where they go.

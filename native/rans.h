@@ -68,7 +68,7 @@ template <Sink S>
 inline void put(const Target& target, size_t i, uint8_t symbol) {
     if (S == Sink::symbols) target.symbols[i] = symbol;
     if (S == Sink::store) target.out[i] = target.values[symbol];
-    if (S == Sink::add) target.out[i] += target.values[symbol];
+    if (S == Sink::add) target.out[i] = target.onto[i] + target.values[symbol];
 }
 
 // Decodes one row; returns where the bytes not yet taken end, or null if there are too few.

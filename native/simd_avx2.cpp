@@ -321,9 +321,10 @@ bool decode_chunk(const RansTable& table, const DecodeTables<Coarse>& tables, co
             }
             t.values.template look_up<Row::n>(at, value);
             for (int v = 0; v < Row::n; v++) {
-                float* out = c.target.out + first + 8 * v;
+                const size_t i = first + 8 * v;
                 Float f = _mm256_castsi256_ps(value[v]);
-                _mm256_storeu_ps(out, S == Sink::add ? _mm256_add_ps(_mm256_loadu_ps(out), f) : f);
+                if (S == Sink::add) f = _mm256_add_ps(_mm256_loadu_ps(c.target.onto + i), f);
+                _mm256_storeu_ps(c.target.out + i, f);
             }
         }
         if (!Coarse) {

@@ -256,7 +256,8 @@ GRADWIRE_INLINE void put_vector(const Target& target, size_t i, Int symbol, Floa
         return;
     }
     Float value = _mm512_permutexvar_ps(symbol, values);
-    _mm512_storeu_ps(target.out + i, S == Sink::add ? _mm512_add_ps(_mm512_loadu_ps(target.out + i), value) : value);
+    if (S == Sink::add) value = _mm512_add_ps(_mm512_loadu_ps(target.onto + i), value);
+    _mm512_storeu_ps(target.out + i, value);
 }
 
 // Decodes one row of a chunk.

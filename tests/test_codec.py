@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire import FrameError, GradwireError
+from gradwire import FrameError, GradwireError, codecs
 from helpers import BACKENDS, DTYPES, FLOATS, INTEGERS, SPECS, bits, check_contract_3, check_same, encode_into, gradient
 from plain_coders import plain_random
 from plain_decoder import Plain, plain_decode
@@ -439,3 +439,15 @@ def test_none_loses_nothing(backend, dtype):
 def test_codecs_can_be_pickled():
     codec = gradwire.codec("co3:format=fp8")
     assert pickle.loads(pickle.dumps(codec)) == codec
+
+
+@pytest.mark.parametrize("spec", ["co3", "co3:coder=huffman", "co3:format=fp8", "ecq", "stc", "none", "fp16", "qsgd"])
+@pytest.mark.parametrize("count", [5, 1000, 70_001])
+def test_decoding_onto_another_tensor(backend, spec, count):
+    random = torch.Generator().manual_seed(count)
+    tensor, onto = (torch.randn(count, generator=random) for _ in range(2))
+    frame = gradwire.codec(spec).encode(tensor)
+    header, payload = codecs.open_frame(codecs.as_bytes(frame))
+    wanted, out, before = onto.clone(), torch.full((count,), 7.0), onto.clone()
+    codecs.decode_payload(header, payload, wanted, accumulate=True)
+    assert torch.equal(codecs.decode_onto(header, payload, out, onto), wanted) and torch.equal(onto, before)

@@ -14,8 +14,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedProx, FedTrimmedAvg, Krum
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
 
 import gradwire
 from flower_apps import adding_client, changed_update, drift, final, run, start_model
@@ -241,6 +243,25 @@ def test_a_bad_update_is_rejected_and_the_round_goes_on(reason: str, caplog: pyt
     assert_close(final(result), final(without))
 
 
+def test_a_forged_stream_leaves_the_tensor_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    """Its side information is sound, so that it is found out only when a strategy asks for the tensor."""
+    logging.getLogger("flwr").propagate = True
+    frame = bytearray(gradwire.codec("co3").encode(torch.randn(5200, generator=torch.Generator().manual_seed(0))))
+    frame[-200:] = bytes(200)
+    frame[5:9] = struct.pack("<I", zlib.crc32(frame[9:], zlib.crc32(frame[:5])))
+    with pytest.raises(gradwire.FrameError):
+        gradwire.decode(bytes(frame))
+    strategy, client = compressed("co3")
+    forged = one_frame("conv.weight", bytes(frame))
+    result, _ = run(strategy, client, rounds=1, fault=one_client_is(lambda reply: changed_update(reply, forged)))
+    assert "conv.weight in the update of node 2 is left out" in caplog.text
+    strategy, client = compressed("co3")
+    without, _ = run(strategy, client, rounds=1, fault=one_client_is(lambda reply: None))
+    moved, moved_without = (final(r)["conv.weight"] - start_model()["conv.weight"] for r in (result, without))
+    # The others' weights are 1 and 3, and the forger's, who moves nothing, is 2.
+    torch.testing.assert_close(moved, moved_without * 4 / 6, atol=1e-6, rtol=0)
+
+
 def test_a_weight_that_is_not_a_number_is_rejected() -> None:
     client = adding_client([flower.compress("co3")], weight=lambda i: float("nan") if i == 1 else 1.0)
     strategy = flower.Compressed(FedAvg())
@@ -260,3 +281,17 @@ def test_a_client_that_diverges_sends_nothing_and_keeps_its_memory() -> None:
     result, _ = run(strategy, adding_client([flower.compress("stc")], change=sometimes_nan))
     assert strategy.stats()["train"]["replies"] == 9
     assert all(torch.isfinite(t).all() for t in final(result).values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 5_242_879, 5_242_880, 5_242_881, 11_000_000])
+def test_lengths_are_those_of_all_objects(length: int) -> None:
+    """Of updates too, which are not hashed to be measured."""
+    data = np.random.default_rng(0).bytes(length)
+    records = {
+        "arrays": flower.message.as_bytes_record(data),
+        "raw": ArrayRecord({"zeros": Array(np.zeros(3_000_000)), "again": Array(np.zeros(3))}),
+        "metrics": MetricRecord({"loss": 1.0}),
+    }
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    message = Message(RecordDict(records), 1, "train")
+    assert flower.message_bytes(message) == sum(len(p.deflate()) for p in get_all_nested_objects(message).values())

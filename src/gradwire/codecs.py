@@ -252,6 +252,19 @@ def open_frame(data: np.ndarray) -> tuple[wire.Header, np.ndarray]:
     return header, data[header.length :]
 
 
+def bound(header: wire.Header, payload: np.ndarray) -> float | None:
+    """A magnitude that no entry exceeds, where the frame tells it without being decoded."""
+    return minifloat.bound(header, payload) if header.codec == wire.MINIFLOAT else None
+
+
+def decode_onto(header: wire.Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+    """out = onto + decoded, both contiguous fp32 tensors of the frame's size."""
+    if header.codec != wire.MINIFLOAT or not minifloat.decode_onto(header, payload, out.view(-1), onto.view(-1)):
+        out.copy_(onto)
+        decode_payload(header, payload, out, accumulate=True)
+    return out
+
+
 def decode_payload(
     header: wire.Header, payload: np.ndarray, out: torch.Tensor, weight: float = 1.0, accumulate: bool = False
 ) -> None:

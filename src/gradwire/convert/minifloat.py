@@ -287,6 +287,24 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         combine(kernels.dequantize(symbols, table), out, 1, accumulate)
 
 
+def decode_onto(header: Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> bool:
+    """out = onto + decoded in one pass, where the kernels can; False where not."""
+    if header.flags & SEGMENTED or not header.elements:
+        return False
+    reader = Reader(memoryview(payload))
+    fmt, step = read_format(reader), read_step(reader)
+    coding = compress.read_head(reader, fmt)
+    return coding.coder == compress.RANS and _decode_fused(header, reader, fmt, step, coding, out, 1.0, True, onto)
+
+
+def bound(header: Header, payload: np.ndarray) -> float | None:
+    """The largest magnitude that the frame can hold, by its side information; None where there are many."""
+    if header.flags & SEGMENTED:
+        return None
+    reader = Reader(memoryview(payload))
+    return read_format(reader).largest * read_step(reader)
+
+
 def _segment_values(
     fmt: Format, symbols: torch.Tensor, segments: list[tuple[int, float]], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -304,7 +322,7 @@ def weighted_values(fmt: Format, step: float, dtype: torch.dtype, weight: float)
 
 def _decode_fused(
     header: Header, reader: Reader, fmt: Format, step: float, coding: compress.Coding, out: torch.Tensor,
-    weight: float, accumulate: bool,
+    weight: float, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Decode straight into fp32 `out`, where the kernels can."""
     if out.dtype != torch.float32 or out.device.type != "cpu":
@@ -314,7 +332,7 @@ def _decode_fused(
     table = weighted_values(fmt, step, header.dtype, weight)
     size = kernels.chunk_size(header.elements, len(lengths))
     done = kernels.rans_dequantize(
-        body, lengths, size, coding.table, coding.precision, lane_bits, table, out, accumulate
+        body, lengths, size, coding.table, coding.precision, lane_bits, table, out, accumulate, onto
     )
     if not done:
         reader.position = position

@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError("gradwire.flower needs Flower: pip install 'gradwire[flower]'") from error
 
-from .message import message_bytes
+from .lengths import message_bytes
 from .mod import compress
 from .rate import AdaQuantFL, FedDQ
 from .strategy import Compressed

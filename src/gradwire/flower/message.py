@@ -12,11 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.supercore.inflatable.inflatable_object import (
-    InflatableObject,
-    get_all_nested_objects,
-    no_object_id_recompute,
-)
 
 from .. import kernels
 from ..errors import FrameError
@@ -154,12 +149,3 @@ def _entries(array: Array) -> int:
     for size in array.shape:
         entries *= size
     return entries
-
-
-# ── bytes ──
-
-
-def message_bytes(message: InflatableObject) -> int:
-    """What a message or a record takes on the wire: the lengths of all objects that Flower would push for it."""
-    with no_object_id_recompute():  # else every object is hashed again for each that refers to it
-        return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())

@@ -17,6 +17,7 @@ from ..aggregate.pieces import Spec, parse_spec
 from ..errors import FrameError, GradwireError
 from . import arrays, fit, update
 from .catch_up import Copy
+from .lengths import message_bytes
 from .memory import ErrorMemory, fitting
 from .message import (
     ARRAY,
@@ -28,7 +29,6 @@ from .message import (
     Note,
     category,
     is_bytes_record,
-    message_bytes,
     seal,
     single_arrays,
     with_records,

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from ..aggregate.pieces import Spec
-from . import arrays
+from . import arrays, update
 from .download import Chain
 from .message import PERSONAL, as_bytes_record
 
@@ -23,7 +23,7 @@ class Model:
 
     number: int
     record: ArrayRecord
-    largest: dict[str, float] = field(default_factory=dict)  # magnitude in a tensor, where it has been asked for
+    later: update.Later = field(default_factory=update.Later)
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property

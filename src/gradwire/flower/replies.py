@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from logging import WARNING
 from typing import Any
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.supercore import log
 
-from ..errors import GradwireError
+from ..errors import FrameError, GradwireError
 from . import arrays, update
 from .download import Chain
 from .message import is_bytes_record, open_update, single_arrays, with_records
@@ -30,12 +32,26 @@ def decoded(reply: Message, model: Model, weighted_by: str) -> tuple[Message, by
     check_weight(reply, weighted_by)
     key, record = found
     token, data = open_update(record, model.number, model.record)
-    later = update.Later(model.largest)
-    changed = {**model.tensors, **_not_negative(update.decode(data, model.tensors, later=later), model)}
+    changed = {**model.tensors, **_not_negative(update.decode(data, model.tensors, later=model.later), model)}
+    later = {name: _sound(name, make, model, reply) for name, make in model.later.tensors.items()}
     record = arrays.record(
-        {name: arrays.Decoded(tensor, later.tensors.get(name, tensor.clone)) for name, tensor in changed.items()}
+        {name: arrays.Decoded(tensor, later.get(name, tensor.clone)) for name, tensor in changed.items()}
     )
     return with_records(reply, {**reply.content, key: record}), token
+
+
+def _sound(name: str, make: update.Tensor, model: Model, reply: Message) -> update.Tensor:
+    """A tensor that is decoded when the strategy asks for it: of a forged frame, the server's own."""
+
+    def made() -> torch.Tensor:
+        try:
+            return make()
+        except FrameError as error:
+            node = reply.metadata.src_node_id
+            log(WARNING, "gradwire: %s in the update of node %s is left out: %s", name, node, error)
+            return model.tensors[name].clone()
+
+    return made
 
 
 def check_weight(reply: Message, weighted_by: str) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, Message
 
-from .message import category, message_bytes
+from .lengths import message_bytes
+from .message import category
 
 
 @dataclass

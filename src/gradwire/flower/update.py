@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -79,28 +80,47 @@ def encode(
     return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
 
 
-@dataclass
-class Later:
-    """Large tensors of an update: decoded once to see that they are sound, and again whenever they are asked for.
+Tensor = Callable[[], torch.Tensor]  # one that is made when it is asked for
 
-    Held by a server, the models of a hundred clients cost more than that: gigabytes of new memory in every round.
+
+class Later:
+    """Large tensors of updates to one model, decoded whenever they are asked for.
+
+    Held by a server, the models of a hundred clients would be gigabytes of new memory in every round. For the same
+    reason a tensor that nobody holds any more makes room for the next of its name.
+
+    That they are finite is known before: the side information of a frame bounds its entries, or it is decoded once to
+    see. That symbols can be decoded is not known of the former, and a forged frame raises a FrameError then.
     """
 
-    largest: dict[str, float]  # magnitudes in the model, found when first needed: for all updates of one model
-    tensors: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    _scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}  # of the last update
+        self._largest: dict[str, float] = {}  # magnitudes in the model
+        self._scratch = torch.empty(0)
+        self._made: dict[str, np.ndarray] = {}  # the last one of each name
 
     def add(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> None:
+        bound = codecs.bound(header, payload)
+        if name not in self._largest:
+            self._largest[name] = float(kernels.absmax(tensor.reshape(-1)))
+        change = self._measured(header, payload) if bound is None else bound
+        if not change <= MOST or not self._largest[name] + change <= FLOAT_MAX:
+            raise FrameError(f"a NaN, an infinity or {change:.3g} in {name!r} after the update")
+        self.tensors[name] = functools.partial(self._make, name, header, payload, tensor)
+
+    def _measured(self, header: wire.Header, payload: np.ndarray) -> float:
         if self._scratch.numel() < header.elements:
             self._scratch = torch.empty(header.elements)
         difference = self._scratch[: header.elements]
         codecs.decode_payload(header, payload, difference)
-        if name not in self.largest:
-            self.largest[name] = float(kernels.absmax(tensor.reshape(-1)))
-        change = float(kernels.absmax(difference))
-        if not change <= MOST or not self.largest[name] + change <= FLOAT_MAX:
-            raise FrameError(f"a NaN, an infinity or {change:.3g} in {name!r} after the update")
-        self.tensors[name] = functools.partial(_sum, header, payload, tensor)
+        return float(kernels.absmax(difference))
+
+    def _make(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._made.get(name)
+        # Ours, `room` and the argument are three; a view or a tensor of its memory would be a fourth.
+        if room is None or sys.getrefcount(room) > 3:
+            room = self._made[name] = torch.empty(tensor.shape).numpy()
+        return codecs.decode_onto(header, payload, torch.from_numpy(room), tensor.contiguous())
 
 
 def decode(
@@ -118,6 +138,8 @@ def decode(
         raise FrameError(f"{len(frames)} frames, but {len(table)} are announced")
     result: dict[str, torch.Tensor] = {}
     seen: set[str] = set()
+    if later is not None:
+        later.tensors = {}
     for frame, (is_value, group) in zip(frames, table, strict=True):
         header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
         sizes = [model[name].numel() for name in group]
@@ -187,18 +209,13 @@ def _add_differences(
         raise FrameError(f"differences of {header.dtype} for {', '.join(group[:3])}, which is no such tensor")
     first = model[group[0]]
     if len(group) == 1 and first.dtype == torch.float32:
-        result[group[0]] = _sum(header, payload, first)
+        out = torch.empty(first.shape)
+        result[group[0]] = codecs.decode_onto(header, payload, out, first.contiguous())
         return
     flat = torch.empty(header.elements)
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
         result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)
-
-
-def _sum(header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
-    out = tensor.clone(memory_format=torch.contiguous_format)
-    codecs.decode_payload(header, payload, out.view(-1), 1.0, accumulate=True)
-    return out
 
 
 def _is_large(header: wire.Header, group: list[str], model: Tensors) -> bool:

@@ -50,6 +50,18 @@ class Cifar10(ImageTask):
         return random_crop_and_flip(pixels, generator, padding=4)
 
 
+class Cifar10Small(Cifar10):
+    name = "cifar10-small"
+    description = "the same images; small conv net, for CPUs and federated clients"
+    defaults = Defaults(lr=0.05, batch_size=64, epochs=10)
+
+    def build_model(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for before, after in ((3, 16), (16, 32), (32, 64)):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
 class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles arrays and plain values only: a pickle may otherwise run any code."""
 

@@ -184,11 +184,12 @@ def quantize_rans(
 
 def rans_dequantize(
     body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
-    values: torch.Tensor, out: torch.Tensor, accumulate: bool,
+    values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
-    """Decode chunks of `size` entries straight into fp32 `out`, or add them to it."""
+    """Decode chunks of `size` entries straight into fp32 `out`, alone or added to it, or to `onto`."""
     if not _native.rans_dequantize(
-        _bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, _array(values), _array(out), accumulate
-    ):
+        _bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, _array(values), _array(out), accumulate,
+        _array(out if onto is None else onto),
+    ):  # fmt: skip
         raise FrameError("damaged rans chunk")
     return True

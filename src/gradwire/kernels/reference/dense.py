@@ -263,6 +263,6 @@ def quantize_rans(
 
 def rans_dequantize(
     body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
-    values: torch.Tensor, out: torch.Tensor, accumulate: bool,
+    values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
     return False
