@@ -110,10 +110,12 @@ def open_frame(data: memoryview) -> tuple[Header, memoryview]:
     return header, data[header.length :]
 
 
-def split(message: memoryview) -> list[memoryview]:
-    """The frames that stand one after the other in a message."""
-    frames = []
+def split(message: memoryview, most: int | None = None) -> list[memoryview]:
+    """The frames that stand one after the other in a message, `most` of them at most."""
+    frames: list[memoryview] = []
     while len(message):
+        if len(frames) == most:
+            raise FrameError(f"more frames than the {most} that are announced")
         length = read_header(message).frame_length
         if length > len(message):
             raise FrameError("last frame of the message is cut short")

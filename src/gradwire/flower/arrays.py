@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.lib.format as npy
 import torch
 from flwr.app import Array, ArrayRecord
 
@@ -52,8 +55,10 @@ def record(arrays: Mapping[str, Array]) -> ArrayRecord:
 
 
 def supported(arrays: Iterable[Array]) -> bool:
-    """Whether all arrays are NumPy's, of dtypes that frames can hold."""
-    return all(array.stype == NUMPY and array.dtype in _SUPPORTED for array in arrays)
+    """Whether all arrays are NumPy's, of dtypes and ranks that frames can hold."""
+    return all(
+        array.stype == NUMPY and array.dtype in _SUPPORTED and len(array.shape) <= wire.MAX_RANK for array in arrays
+    )
 
 
 def tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
@@ -61,15 +66,41 @@ def tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
 
 
 def tensor(name: str, array: Array) -> torch.Tensor:
+    entries = values(name, array)
+    if array.dtype not in _SUPPORTED:
+        raise GradwireError(f"the array {name!r} is {array.dtype}, which no frame holds")
+    return torch.from_numpy(entries if entries.flags.writeable else entries.copy())
+
+
+def values(name: str, array: Array) -> np.ndarray:
+    """The entries of an array, without a copy, if it is what it says it is; else a GradwireError.
+
+    NumPy's own reader allocates whatever the bytes say of their shape.
+    """
     try:
-        values = array.numpy()
-        if array.dtype not in _SUPPORTED or str(values.dtype) != array.dtype or values.shape != tuple(array.shape):
+        entries = array.numpy() if isinstance(array, Decoded) else _entries(array)
+        if str(entries.dtype) != array.dtype or entries.shape != tuple(array.shape):
             raise ValueError(
-                f"{array.dtype} of shape {tuple(array.shape)}, but its data is {values.dtype} {values.shape}"
+                f"{array.dtype} of shape {tuple(array.shape)}, but its data is {entries.dtype} {entries.shape}"
             )
-    except (ValueError, TypeError, OSError, EOFError) as error:
-        raise GradwireError(f"the array {name!r} cannot be used ({error})") from error
-    return torch.from_numpy(values if values.flags.writeable else values.copy())
+    except Exception as error:  # a hostile header can raise nearly anything
+        raise GradwireError(f"the array {name!r} cannot be used ({str(error)[:200]})") from error
+    return entries
+
+
+def _entries(array: Array) -> np.ndarray:
+    if array.stype != NUMPY:
+        raise ValueError(f"its kind is {array.stype}")
+    file = io.BytesIO(array.data)
+    read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    shape, by_columns, dtype = read(file)
+    start, count = file.tell(), math.prod(shape)
+    if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"no array of {dtype}")
+    if count * dtype.itemsize != len(array.data) - start:
+        raise ValueError(f"{len(array.data) - start} bytes for {dtype} of shape {shape}")
+    flat = np.frombuffer(array.data, dtype=dtype, count=count, offset=start) if count else np.empty(0, dtype)
+    return flat.reshape(shape, order="F" if by_columns else "C")
 
 
 def array(values: torch.Tensor) -> Array:

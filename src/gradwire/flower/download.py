@@ -14,7 +14,6 @@ Steps are encoded once for all clients, and cached for those who skipped rounds.
 
 from __future__ import annotations
 
-import fnmatch
 from collections import deque
 
 import torch
@@ -29,7 +28,6 @@ from .catch_up import Copy
 from .update import Tensors
 
 __all__ = ["Chain", "Copy"]
-VARIANCES = "*running_var"  # of batch normalization, which takes their square root
 # Parts of a recipe that are about gradients, or about a memory that is not needed here.
 _WITHOUT: Values = {"decay": 0.0, "mask": "off", "ahead": 0.0, "flush": "0", "clip_norm": 0.0}
 
@@ -128,7 +126,7 @@ def _difference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def _leads_astray(name: str, before: torch.Tensor, reached: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether a step is worse than none: the residual must not grow, and a variance that falls from 1.5 to 0.0001 is
     below zero after a step that is wrong by 0.1%."""
-    if fnmatch.fnmatchcase(name, VARIANCES) and bool((reached < 0).any()) and not bool((wanted < 0).any()):
+    if update.is_variance(name) and bool((reached < 0).any()) and not bool((wanted < 0).any()):
         return True
     return bool(_difference(wanted, reached).norm() > before.norm())
 

@@ -58,11 +58,20 @@ class Note:
             accepted = record["accepted"]
             tokens = tuple(accepted[i : i + TOKEN] for i in range(0, len(accepted), TOKEN))
             note = cls(record["training"], record["model"], tokens, record.get("rate"), record.get("have"))
-            if len(note.training) != TRAINING or not 0 < note.model < 2**32:
-                raise ValueError("numbers out of range")
+            note._check()
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"the server's gradwire record is damaged ({error})") from error
         return note
+
+    def _check(self) -> None:
+        """Of what a server may say, so that nothing else is met when the training is done."""
+        numbers = [self.model] if self.have is None else [self.model, self.have]
+        if not all(type(n) is int for n in numbers) or not 0 < self.model < 2**32 or min(numbers) < 0:
+            raise ValueError("numbers out of range")
+        if not all(type(token) is bytes and len(token) == TOKEN for token in (self.training, *self.accepted)):
+            raise ValueError("tokens of other lengths")
+        if self.rate is not None and not isinstance(self.rate, str):
+            raise ValueError("a rate that is no text")
 
 
 def with_records(message: Message, records: Mapping[str, Any]) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import zlib
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from ..errors import FrameError, GradwireError
 from . import arrays, fit, update
 from .catch_up import Copy
 from .lengths import message_bytes
-from .memory import ErrorMemory
+from .memory import ErrorMemory, fitting
 from .message import (
     ARRAY,
     NEEDS_WHOLE,
@@ -112,7 +113,11 @@ class Compress:
             return _affordable(reply, budget)
         key, model = sent[0], received[1]
         differences, values = _changes(model, sent[1])
+        left = fitting(left, differences)
         spec = spec_for(note.rate, differences) if note.rate else self.recipe
+        if note.rate or isinstance(spec, str):  # else variances have the recipe that was asked for
+            values |= _collapsed(model, differences)
+            differences = {name: t for name, t in differences.items() if name not in values}
         token = secrets.token_bytes(TOKEN)
 
         def sealed(data: bytes) -> Message:
@@ -152,9 +157,11 @@ def _with_model(message: Message, note: Note, store: Store) -> Message:
         copy = Copy.whole(note.model, arrays.tensors(record))
     else:
         kept = store.read(COPY)
-        if kept is None:
+        if not isinstance(kept, dict) or kept.keys() != {"number", "model"}:  # of another version
             raise WholeNeeded("this client has no copy of the model, and needs the whole")
         try:
+            if list(record) != [ARRAY]:
+                raise FrameError("other arrays beside the updates")
             copy = Copy(kept["number"], kept["model"]).apply(record[ARRAY].data)
         except FrameError as error:
             raise WholeNeeded(f"this client needs the whole model: {error}") from error
@@ -191,10 +198,26 @@ def _changes(model: ArrayRecord, sent: ArrayRecord) -> tuple[dict[str, torch.Ten
     for name, array in model.items():
         old, new = arrays.tensor(name, array), arrays.tensor(name, sent[name])
         if new.is_floating_point():
-            differences[name] = new.to(torch.promote_types(new.dtype, torch.float32)) - old
+            difference = new.to(torch.promote_types(new.dtype, torch.float32)) - old
+            if not math.isfinite(difference.sum()):  # as that of two infinities, in a mask that nobody changed
+                difference[(new == old) | (new.isnan() & old.isnan())] = 0
+            differences[name] = difference
         elif old.dtype != new.dtype or not torch.equal(old, new):
             values[name] = new
     return differences, values
+
+
+def _collapsed(model: ArrayRecord, differences: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Variances that fell so far that the difference in bf16 says little of what is left, or takes them below zero:
+    they travel as values."""
+    result = {}
+    for name, difference in differences.items():
+        if update.is_variance(name) and difference.numel():
+            old = arrays.tensor(name, model[name])
+            new, reached = old + difference, old + difference.bfloat16()
+            if bool(((reached - new).abs() > new.abs() / 2).any()):
+                result[name] = new.to(old.dtype)
+    return result
 
 
 _said: set[str] = set()

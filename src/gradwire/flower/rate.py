@@ -50,6 +50,11 @@ class AdaQuantFL:
             raise SpecError(f"adaquantfl: start={self.start} is above most={self.most}")
         self.intervals = self.start
 
+    @property
+    def informed(self) -> bool:
+        """Whether a client has told its loss."""
+        return self._first is not None
+
     def instruction(self) -> str:
         return f"qsgd:levels={2 * self.intervals + 1}"
 
@@ -75,6 +80,7 @@ class FedDQ:
 
     resolution: float = 0.005
     loss: None = field(default=None, init=False, repr=False)  # needs none
+    informed = True
 
     def __post_init__(self) -> None:
         self.resolution = float(_resolution(str(self.resolution)))

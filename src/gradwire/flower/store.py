@@ -5,6 +5,7 @@ Contents are dicts of tensors and plain values, by name. `write` and `move` happ
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 import urllib.parse
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context
 
 from ..checkpoint import write_whole
-from ..errors import GradwireError
+from ..errors import CheckpointError, GradwireError
 
 RECORD = "gradwire"  # in the context's state
 KEPT_DAYS = 30  # for trainings that may go on
@@ -77,7 +79,10 @@ class InContext:
 
     def read(self, name: str) -> Content | None:
         array = self._arrays().get(self.prefix + name)
-        return None if array is None else torch.load(io.BytesIO(array.data), weights_only=True)
+        try:
+            return None if array is None else torch.load(io.BytesIO(array.data), weights_only=True)
+        except Exception:  # as of files
+            return None
 
     def write(self, name: str, content: Content) -> None:
         buffer = io.BytesIO()
@@ -126,13 +131,24 @@ class InFolder:
             return None
 
     def write(self, name: str, content: Content) -> None:
-        write_whole(self._path(name), content)
+        with self._told():
+            write_whole(self._path(name), content)
 
     def move(self, name: str, new: str) -> None:
-        os.replace(self._path(name), self._path(new))
+        with self._told():
+            os.replace(self._path(name), self._path(new))
 
     def drop(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
+        with self._told():
+            self._path(name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A disk that is full or read-only is a reason for the server's log. torch.save has a RuntimeError for it."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointError) as error:
+            raise GradwireError(f"cannot keep what this client has to remember in {self.folder}: {error}") from error
 
 
 def _clear_old_trainings(folder: Path) -> None:

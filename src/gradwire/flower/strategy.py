@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
+    FedAvg,
     Result,
     Strategy,
 )
@@ -58,7 +59,9 @@ class Compressed(Strategy):
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         weighted_by = getattr(self.strategy, "weighted_by_key", "num-examples")
-        self.wire = Wire(grid, download=self.download, rate=self.rate, weighted_by=weighted_by)
+        rate = replace(self.rate) if self.rate else None  # each training has its own first loss
+        alike = isinstance(self.strategy, FedAvg)  # as all of Flower's own are
+        self.wire = Wire(grid, download=self.download, rate=rate, weighted_by=weighted_by, alike=alike)
         return self.strategy.start(self.wire, *args, **options)
 
     def stats(self) -> dict[str, dict[str, int]]:

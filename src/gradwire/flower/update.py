@@ -5,6 +5,7 @@ Knows tensors and their names, and nothing of Flower; `message.py` puts the head
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,9 @@ from ..kernels.reference import FLOAT_MAX
 
 Tensors = Mapping[str, torch.Tensor]
 STATISTICS = ("*running_mean", "*running_var")  # of batch normalization: lossy steps would make them negative
+VARIANCES = STATISTICS[1]  # batch normalization takes their square root
 MOST_FRAMES = 2**20
+MOST = 2.0**60  # of a change: what is larger has diverged, and its square, which adaptive strategies take, overflows
 
 
 @dataclass
@@ -102,8 +105,9 @@ class Later:
         bound = codecs.bound(header, payload)
         if name not in self._largest:
             self._largest[name] = float(kernels.absmax(tensor.reshape(-1)))
-        if not self._largest[name] + (self._measured(header, payload) if bound is None else bound) <= FLOAT_MAX:
-            raise FrameError(f"a NaN or an infinity in {name!r} after the update")
+        change = self._measured(header, payload) if bound is None else bound
+        if not change <= MOST or not self._largest[name] + change <= FLOAT_MAX:
+            raise FrameError(f"a NaN, an infinity or {change:.3g} in {name!r} after the update")
         self.tensors[name] = functools.partial(self._make, name, header, payload, tensor)
 
     def _measured(self, header: wire.Header, payload: np.ndarray) -> float:
@@ -126,8 +130,8 @@ def decode(
 ) -> dict[str, torch.Tensor]:
     """The tensors that the update changes, as they are after it; large ones may be left for `later`.
 
-    Takes no more memory than the model itself, whatever the bytes say. Values have the dtypes of the model's tensors,
-    or are integers where Flower has made floats of them by averaging; with `new_dtypes` they may have any.
+    Takes no more memory than the model itself, whatever the bytes say. All have the dtypes of the model's tensors, also
+    integers of which Flower has made floats by averaging; with `new_dtypes` values may have any.
     """
     view = memoryview(codecs.as_bytes(data))
     names = list(model)
@@ -149,26 +153,38 @@ def decode(
         if is_value:
             if not new_dtypes:
                 _check_dtypes(header, group, model)
-            _put_values(header, payload, group, model, result)
+            _put_values(header, payload, group, model, result, new_dtypes)
         elif later is not None and _is_large(header, group, model):
             later.add(group[0], header, payload, model[group[0]])
         else:
             _add_differences(header, payload, group, model, result)
     for name, tensor in result.items():
-        if tensor.is_floating_point() and not _finite(tensor):
+        if later is not None:  # on a server, for a strategy
+            check_size(name, tensor, model[name])
+        elif tensor.is_floating_point() and not np.isfinite(_largest(tensor)):
             raise FrameError(f"a NaN or an infinity in {name!r} after the update")
     return result
+
+
+def check_size(name: str, tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """A FrameError where a tensor is not finite, or too large to be anything but diverged, and was not before."""
+    if not tensor.is_floating_point() or (largest := _largest(tensor)) <= MOST:
+        return
+    if not before.is_floating_point() or not largest <= _largest(before):
+        raise FrameError(f"a NaN, an infinity or {largest:.3g} in {name!r} after the update")
 
 
 def _table(view: memoryview, names: Sequence[str]) -> tuple[list[tuple[bool, list[str]]], list[memoryview]]:
     reader = Reader(view)
     table = []
+    left = len(names)  # each tensor is in one frame at most, so that a hostile table is not longer than an honest one
     for _ in range(reader.varint(min(MOST_FRAMES, len(names)))):
-        count, is_value = divmod(reader.varint(2 * len(names) + 1), 2)
+        count, is_value = divmod(reader.varint(2 * left + 1), 2)
         if not count:
             raise FrameError("a frame of no tensors")
+        left -= count
         table.append((bool(is_value), [names[reader.varint(len(names) - 1)] for _ in range(count)]))
-    return table, wire.split(reader.rest())
+    return table, wire.split(reader.rest(), len(table))
 
 
 def _check_dtypes(header: wire.Header, group: list[str], model: Tensors) -> None:
@@ -179,12 +195,13 @@ def _check_dtypes(header: wire.Header, group: list[str], model: Tensors) -> None
 
 
 def _put_values(
-    header: wire.Header, payload: np.ndarray, group: list[str], model: Tensors, result: dict[str, torch.Tensor]
-) -> None:
+    header: wire.Header, payload: np.ndarray, group: list[str], model: Tensors, result: dict[str, torch.Tensor],
+    new_dtypes: bool,
+) -> None:  # fmt: skip
     flat = torch.empty(header.elements, dtype=header.dtype)
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
-        result[name] = part.view(model[name].shape)
+        result[name] = part.view(model[name].shape).to(header.dtype if new_dtypes else model[name].dtype)
 
 
 def _add_differences(
@@ -206,10 +223,17 @@ def _add_differences(
 def _is_large(header: wire.Header, group: list[str], model: Tensors) -> bool:
     """Whether it is a tensor by itself, of the kind that all frames with differences hold."""
     fp32 = header.dtype == model[group[0]].dtype == torch.float32
-    return len(group) == 1 and header.elements >= SMALL and fp32
+    return len(group) == 1 and header.elements >= SMALL and fp32 and not is_variance(group[0])
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def is_variance(name: str) -> bool:
+    return fnmatch.fnmatchcase(name, VARIANCES)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    if not tensor.numel():
+        return 0.0
     if tensor.dtype == torch.float32:
-        return bool(np.isfinite(kernels.absmax(tensor.reshape(-1))))
-    return bool(torch.isfinite(tensor).all())
+        return float(kernels.absmax(tensor.reshape(-1)))
+    return float(tensor.abs().max())

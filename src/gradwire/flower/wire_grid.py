@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
@@ -20,8 +20,8 @@ from flwr.supercore import log
 
 from ..aggregate.pieces import Spec
 from ..errors import GradwireError
-from . import replies
-from .message import NEEDS_WHOLE, NOTE, REFUSED, STYPE, TRAINING, Note, category, like, single_arrays, with_records
+from . import alike, replies
+from .message import NEEDS_WHOLE, NOTE, PERSONAL, REFUSED, TRAINING, Note, category, like, single_arrays, with_records
 from .models import MOST_CLIENTS, Model, Models
 from .rate import Rate
 from .traffic import Meter, dense_bytes
@@ -40,16 +40,27 @@ class Sent:
     model: Model
 
 
+@dataclass
+class Arrived:
+    """A reply as the strategy will get it; `token` is that of its update."""
+
+    reply: Message
+    sent: Sent | None = None
+    token: bytes | None = None
+
+
 class Wire(Grid):
     """Flower's grid around which nothing changes but the bytes.
 
     `download` is the recipe of what goes to clients, None for raw arrays; `rate` says how finely they quantize;
-    `weighted_by` is the metric that strategies weight replies by.
+    `weighted_by` is the metric that strategies weight replies by, and `alike` says that the strategy averages replies
+    as Flower's own do, so that one that is unlike the others is rejected.
     """
 
     def __init__(
-        self, grid: Grid, *, download: Spec | None = None, rate: Rate | None = None, weighted_by: str = "num-examples"
-    ):
+        self, grid: Grid, *, download: Spec | None = None, rate: Rate | None = None, weighted_by: str = "num-examples",
+        alike: bool = False,
+    ):  # fmt: skip
         self.grid, self.rate, self.weighted_by = grid, rate, weighted_by
         self.training = secrets.token_bytes(TRAINING)
         self.accepted: OrderedDict[int, bytes] = OrderedDict()  # last token of each client
@@ -57,6 +68,8 @@ class Wire(Grid):
         self.meter = Meter()
         self._sent: OrderedDict[str, Sent] = OrderedDict()
         self._warned = False
+        self._alike = alike
+        self._usual: dict[str, set[Hashable]] = {}
 
     # ── Flower's interface ──
 
@@ -145,33 +158,45 @@ class Wire(Grid):
 
         Without `retry` the strategy is told that a client needs it; its next message will have it.
         """
-        good: list[Message] = []
+        results: list[Arrived] = []
         again: list[Message] = []
         plain = 0
         for reply in arrived:
             self.meter.arrived(reply)
             sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
             if sent is None:
-                good.append(reply)
-            elif reply.has_error() and reply.error.code == NEEDS_WHOLE and sent.node in self.models.copies:
-                self.models.has_none(sent.node)
-                if retry:
+                unasked = reply.has_content() and replies.is_compressed(reply)
+                reason = "it answers no message that waits for a reply"
+                results.append(Arrived(self._rejected(reply, reason) if unasked else reply))
+            elif reply.has_error():
+                if reply.error.code == NEEDS_WHOLE and self._forget_copy(sent) and retry:
                     again.append(sent.original)
                 else:
-                    good.append(reply)
-            elif reply.has_error():
-                good.append(_explained(reply, sent.node))
+                    results.append(Arrived(replies.explained(reply, sent.node), sent))
             else:
                 plain += category(reply) == "train" and not replies.is_compressed(reply)
-                good.append(self._accepted_or_rejected(reply, sent))
+                results.append(self._opened(reply, sent))
+        if self._alike:
+            for kind in COMPRESSED:
+                self._reject_odd_ones([r for r in results if r.sent and category(r.sent.original) == kind], kind)
+        for result in results:
+            if result.sent and result.token and not result.reply.has_error():
+                self._accept(result.sent, result.token)
         if plain and not self.accepted and not self._warned:
             self._warned = True
             log(WARNING, "gradwire: no update is compressed so far: is gradwire.flower.compress a mod of the app?")
+        good = [result.reply for result in results]
         if self.rate:
             replies.observe(self.rate, [r for r in good if category(r) == "train"], self.weighted_by)
         return good, again
 
-    def _accepted_or_rejected(self, reply: Message, sent: Sent) -> Message:
+    def _forget_copy(self, sent: Sent) -> bool:
+        """Whether a client that needs the whole model was not sent just that."""
+        known = sent.node in self.models.copies and sent.model.number < PERSONAL
+        self.models.has_none(sent.node)
+        return known
+
+    def _opened(self, reply: Message, sent: Sent) -> Arrived:
         traffic = self.meter.of(reply)
         self.models.answered(sent.node, sent.model.number)
         compressed = replies.is_compressed(reply)
@@ -181,27 +206,33 @@ class Wire(Grid):
             traffic.dense_upload_bytes += sum(map(dense_bytes, reply.content.array_records.values()))
         try:
             if not compressed:
-                return replies.raw(reply, sent.model, self.models.chain)
+                return Arrived(replies.raw(reply, sent.model, self.models.chain, self.weighted_by), sent)
             result, token = replies.decoded(reply, sent.model, self.weighted_by)
         except GradwireError as error:
-            traffic.rejected += 1
-            reason = f"gradwire: rejected the update of node {sent.node}: {error}"
-            log(WARNING, reason)
-            return like(reply, error=Error(REFUSED, reason))
+            return Arrived(self._rejected(reply, str(error)), sent)
+        return Arrived(result, sent, token)
+
+    def _reject_odd_ones(self, results: list[Arrived], kind: str) -> None:
+        usable = [(r, r.sent.model.record) for r in results if r.sent and not r.reply.has_error()]
+        layouts = [alike.layout(result.reply, record) for result, record in usable]
+        for i in alike.odd_ones(layouts, self._usual.setdefault(kind, set())):
+            reason = "its records, arrays or metrics are unlike those of most replies"
+            usable[i][0].reply = self._rejected(usable[i][0].reply, reason)
+        rest = [result for result, _ in usable if not result.reply.has_error()]
+        weights = [replies.metrics(result.reply).get(self.weighted_by) for result in rest]
+        if rest and all(weight == 0 for weight in weights):  # their mean would be a division by zero
+            for result in rest:
+                result.reply = self._rejected(result.reply, f"the weights ({self.weighted_by}) of all are zero")
+
+    def _rejected(self, reply: Message, why: str) -> Message:
+        self.meter.of(reply).rejected += 1
+        reason = f"gradwire: rejected the update of node {reply.metadata.src_node_id}: {why}"
+        log(WARNING, "%s", reason)
+        return like(reply, error=Error(REFUSED, reason))
+
+    def _accept(self, sent: Sent, token: bytes) -> None:
         self.accepted[sent.node] = token
         self.accepted.move_to_end(sent.node)
         while len(self.accepted) > MOST_CLIENTS:
             self.accepted.popitem(last=False)
         self.models.has(sent.node, sent.model.number)
-        return result
-
-
-def _explained(reply: Message, node: int) -> Message:
-    """Where the mod is only one of the training function, evaluation gets an update that it cannot read."""
-    if not all(part in str(reply.error.reason) for part in ("serialization type", f"'{STYPE}'")):  # Flower's words
-        return reply
-    reason = (
-        f"gradwire: node {node} cannot read the compressed model in a message of type {category(reply)!r}: give "
-        f"gradwire.flower.compress to the app, ClientApp(mods=[…]), not to its training function alone"
-    )
-    return like(reply, error=Error(reply.error.code, reason))
