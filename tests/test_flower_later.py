@@ -8,6 +8,7 @@ import torch
 
 from gradwire.errors import FrameError
 from gradwire.flower import update
+from gradwire.flower.later import Later
 
 MODEL = {"large": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)), "small": torch.zeros(10)}
 
@@ -19,14 +20,14 @@ def encoded(scale: float = 1.0) -> bytes:
 
 
 def test_the_same_tensors_later():
-    later = update.Later()
+    later = Later()
     now = update.decode(encoded(), MODEL, later=later)
     assert list(now) == ["small"] and list(later.tensors) == ["large"]
     assert torch.equal(later.tensors["large"](), update.decode(encoded(), MODEL)["large"])
 
 
 def test_everyone_who_asks_gets_an_array_of_his_own():
-    later = update.Later()
+    later = Later()
     update.decode(encoded(), MODEL, later=later)
     make = later.tensors["large"]
     first, wanted = make().numpy(), update.decode(encoded(), MODEL)["large"].numpy()
@@ -41,7 +42,7 @@ def test_everyone_who_asks_gets_an_array_of_his_own():
 
 
 def test_memory_that_nobody_holds_is_used_again():
-    later = update.Later()
+    later = Later()
     update.decode(encoded(), MODEL, later=later)
     make = later.tensors["large"]
     place = make().data_ptr()
@@ -50,6 +51,6 @@ def test_memory_that_nobody_holds_is_used_again():
 
 def test_what_would_overflow_is_rejected_at_once():
     near_the_end = {**MODEL, "large": torch.full((100, 100), 3e38)}
-    update.decode(encoded(), near_the_end, later=update.Later())
+    update.decode(encoded(), near_the_end, later=Later())
     with pytest.raises(FrameError, match="infinity"):
-        update.decode(encoded(scale=3e37), near_the_end, later=update.Later())
+        update.decode(encoded(scale=3e37), near_the_end, later=Later())

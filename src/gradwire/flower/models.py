@@ -10,8 +10,9 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from ..aggregate.pieces import Spec
-from . import arrays, update
+from . import arrays
 from .download import Chain
+from .later import Later
 from .message import PERSONAL, as_bytes_record
 
 MOST_CLIENTS = 1 << 20
@@ -23,7 +24,7 @@ class Model:
 
     number: int
     record: ArrayRecord
-    later: update.Later = field(default_factory=update.Later)
+    later: Later = field(default_factory=Later)
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property

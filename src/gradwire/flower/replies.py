@@ -13,6 +13,7 @@ from flwr.supercore import log
 from ..errors import FrameError, GradwireError
 from . import arrays, update
 from .download import Chain
+from .later import Tensor
 from .message import STYPE, category, is_bytes_record, like, open_update, single_arrays, with_records
 from .models import Model
 from .rate import Rate
@@ -40,7 +41,7 @@ def decoded(reply: Message, model: Model, weighted_by: str) -> tuple[Message, by
     return with_records(reply, {**reply.content, key: record}), token
 
 
-def _sound(name: str, make: update.Tensor, model: Model, reply: Message) -> update.Tensor:
+def _sound(name: str, make: Tensor, model: Model, reply: Message) -> Tensor:
     """A tensor that is decoded when the strategy asks for it: of a forged frame, the server's own."""
 
     def made() -> torch.Tensor:

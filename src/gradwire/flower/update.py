@@ -6,9 +6,7 @@ Knows tensors and their names, and nothing of Flower; `message.py` puts the head
 from __future__ import annotations
 
 import fnmatch
-import functools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,15 +18,15 @@ from ..aggregate.message import PREFIX
 from ..aggregate.pieces import SMALL, Spec, whole
 from ..catalogue import recipe
 from ..codecs import CONVERTIBLE
+from ..correct.residual import Residual
 from ..errors import FrameError, GradwireError
 from ..fields import Reader, varint
-from ..kernels.reference import FLOAT_MAX
+from .later import MOST, Later
 
 Tensors = Mapping[str, torch.Tensor]
 STATISTICS = ("*running_mean", "*running_var")  # of batch normalization: lossy steps would make them negative
 VARIANCES = STATISTICS[1]  # batch normalization takes their square root
 MOST_FRAMES = 2**20
-MOST = 2.0**60  # of a change: what is larger has diverged, and its square, which adaptive strategies take, overflows
 
 
 @dataclass
@@ -58,16 +56,17 @@ def encode(
     numbers = {name: i for i, name in enumerate(names)}
     mean = Mean(full_spec(spec))
     mean.rank, mean.steps = seed, steps
-    mean.residual.load_state_dict({"memory": dict(memory or {})})
+    residual = Residual()  # not the mean's own, for which masks of momentum would be made
+    residual.load_state_dict({"memory": dict(memory or {})})
     tensors = [(name, t.detach().float().contiguous()) for name, t in differences.items() if t.numel()]
     for name, tensor in tensors:
         if not np.isfinite(kernels.absmax(tensor.view(-1))):
             raise GradwireError(f"the update of {name!r} holds a NaN or an infinity: the training has diverged")
     mean.know_model(tensors)
     # What did not change and has nothing left in memory would only cost a header.
-    moved = [(name, t) for name, t in tensors if name in mean.residual.memory or kernels.absmax(t.view(-1))]
+    moved = [(name, t) for name, t in tensors if name in residual.memory or kernels.absmax(t.view(-1))]
     pieces = mean.divide(whole(moved))
-    block, length = mean.encode("update", pieces)
+    block, length = mean.encode("update", pieces, memory=residual)
     entries = [varint(2 * len(p.parts)) + b"".join(varint(numbers[n]) for n in p.names) for p in pieces]
     exact: dict[torch.dtype, list[str]] = {}
     for name, value in values.items():
@@ -78,51 +77,8 @@ def encode(
         entries.append(varint(2 * len(group) + 1) + b"".join(varint(numbers[n]) for n in group))
         flat = torch.cat([values[name].detach().reshape(-1) for name in group])
         frames += recipe("none").codec.encode(flat)
-    mean.end_step()
-    return Encoded(varint(len(entries)) + b"".join(entries) + frames, dict(mean.residual.memory))
-
-
-Tensor = Callable[[], torch.Tensor]  # one that is made when it is asked for
-
-
-class Later:
-    """Large tensors of updates to one model, decoded whenever they are asked for.
-
-    Held by a server, the models of a hundred clients would be gigabytes of new memory in every round. For the same
-    reason a tensor that nobody holds any more makes room for the next of its name.
-
-    That they are finite is known before: the side information of a frame bounds its entries, or it is decoded once to
-    see. That symbols can be decoded is not known of the former, and a forged frame raises a FrameError then.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}  # of the last update
-        self._largest: dict[str, float] = {}  # magnitudes in the model
-        self._scratch = torch.empty(0)
-        self._made: dict[str, np.ndarray] = {}  # the last one of each name
-
-    def add(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> None:
-        bound = codecs.bound(header, payload)
-        if name not in self._largest:
-            self._largest[name] = float(kernels.absmax(tensor.reshape(-1)))
-        change = self._measured(header, payload) if bound is None else bound
-        if not change <= MOST or not self._largest[name] + change <= FLOAT_MAX:
-            raise FrameError(f"a NaN, an infinity or {change:.3g} in {name!r} after the update")
-        self.tensors[name] = functools.partial(self._make, name, header, payload, tensor)
-
-    def _measured(self, header: wire.Header, payload: np.ndarray) -> float:
-        if self._scratch.numel() < header.elements:
-            self._scratch = torch.empty(header.elements)
-        difference = self._scratch[: header.elements]
-        codecs.decode_payload(header, payload, difference)
-        return float(kernels.absmax(difference))
-
-    def _make(self, name: str, header: wire.Header, payload: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._made.get(name)
-        # Ours, `room` and the argument are three; a view or a tensor of its memory would be a fourth.
-        if room is None or sys.getrefcount(room) > 3:
-            room = self._made[name] = torch.empty(tensor.shape).numpy()
-        return codecs.decode_onto(header, payload, torch.from_numpy(room), tensor.contiguous())
+    residual.commit()
+    return Encoded(varint(len(entries)) + b"".join(entries) + frames, residual.memory)
 
 
 def decode(
