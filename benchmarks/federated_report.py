@@ -90,7 +90,7 @@ def conditions(results: dict[str, Result]) -> str:
     """What all runs of a setting have in common."""
     first = next(iter(results.values()))
     s = first["settings"]
-    model = {"cifar10": "ResNet-20", "fashion-mnist": "a small conv net"}[s["task"]]
+    model = {"cifar10": "ResNet-20"}.get(s["task"], "a small conv net")
     epochs = f"{s['local_epochs']} local epoch{'s' if s['local_epochs'] > 1 else ''}"
     return (
         f"{model}, {first['parameters']:,} parameters; {s['rounds']} rounds, {epochs} in batches of {s['batch_size']}, "

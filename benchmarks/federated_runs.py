@@ -67,11 +67,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # Chosen well rather than the full product.
 CHOICE: dict[str, tuple[str, ...]] = {
-    "cifar10-100-iid": (PLAIN, "co3", "stc up+down", "m22", "adaquantfl", "fp16"),
-    "cifar10-100-skew": (PLAIN, "co3", "stc up+down", "sbc"),
-    "cifar10-10-iid": (PLAIN, "ecq 1.5 bits", "m22", "topk 10%"),
-    "fashion-100-skew": (PLAIN, "co3", "sbc", "co3 fp8", "stc up+down"),
-    "fashion-10-iid": (PLAIN, "co3", "stc up"),
+    "cifar10-100-iid": (PLAIN, "fp16", "co3", "m22", "stc up+down", "adaquantfl"),
+    "cifar10-100-skew": (PLAIN, "co3", "m22", "stc up+down"),
+    "cifar10-10-iid": (PLAIN, "co3", "ecq 1.5 bits", "m22"),
+    "fashion-100-skew": (PLAIN, "co3 fp8", "co3", "sbc"),
+    "fashion-10-iid": (PLAIN, "stc up"),
 }
 
 

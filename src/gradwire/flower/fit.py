@@ -188,7 +188,7 @@ def _is_statistic(name: str) -> bool:
 _UNITS = {"": 1, "B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """200_000 of "200kB", 204_800 of "200KiB"; a whole number is one of bytes."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", str(text), re.ASCII)
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}

@@ -98,7 +98,7 @@ class Compress:
 
     def _budget(self, context: Context) -> int | None:
         own = context.node_config.get(BUDGET)
-        return self.budget if own is None else fit.parse_bytes(own if isinstance(own, str) else int(own))
+        return self.budget if own is None else fit.parse_bytes(own)
 
     def _compressed(
         self, message: Message, reply: Message, note: Note, client: str, memory: ErrorMemory,
