@@ -31,6 +31,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "fp16": Contestant("fp16"),
     "co3 fp8": Contestant("co3:format=fp8"),
     "co3": Contestant("co3", note="fp4"),
+    "ecq 2 bits": Contestant("ecq:rate=2", note="ours"),
     "ecq 1.5 bits": Contestant("ecq:rate=1.5", note="ours"),
     "ecq 1 bit": Contestant("ecq:rate=1", note="ours"),
     "m22": Contestant("m22"),
@@ -69,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CHOICE: dict[str, tuple[str, ...]] = {
     "cifar10-100-iid": (PLAIN, "fp16", "co3", "m22", "stc up+down", "adaquantfl"),
     "cifar10-100-skew": (PLAIN, "co3", "m22", "stc up+down"),
-    "cifar10-10-iid": (PLAIN, "co3", "ecq 1.5 bits", "m22"),
+    "cifar10-10-iid": (PLAIN, "ecq 2 bits", "ecq 1.5 bits", "m22"),
     "fashion-100-skew": (PLAIN, "co3 fp8", "co3", "sbc"),
     "fashion-10-iid": (PLAIN, "stc up"),
 }
