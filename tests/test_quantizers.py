@@ -16,6 +16,7 @@ from helpers import bits, gradient
 from plain_decoder import plain_decode
 
 RNG = np.random.default_rng(7)
+START = RNG.bit_generator.state
 SOURCES = {
     "normal": RNG.standard_normal,
     "laplace": lambda n: RNG.laplace(size=n),
@@ -23,6 +24,11 @@ SOURCES = {
     "t3": lambda n: RNG.standard_t(3, size=n),
     "skewed": lambda n: RNG.exponential(size=n) - 0.3,
 }
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order() -> None:
+    RNG.bit_generator.state = START
 
 
 def bucket(name: str, n: int = 2048) -> np.ndarray:
