@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 
-from gradwire.flower.message import message_bytes
+from gradwire.flower import message_bytes
 from gradwire.flower.one_process import OneProcess, run_on
+from gradwire.tasks.federated.apps import apps
 from gradwire.tasks.federated.run import FederatedRun
 from gradwire.tasks.federated.settings import FederatedSettings
 from machine import processor
@@ -32,8 +34,8 @@ BUDGETS = (2_000, 4_000, 8_000, 16_000, 50_000)  # bytes a round, one client eac
 class Budgeted(OneProcess):
     """Each client has its own budget in its node config; the lengths of all replies to training are kept."""
 
-    def __init__(self, run: FederatedRun):
-        super().__init__(run.client_app, len(BUDGETS))
+    def __init__(self, client: ClientApp):
+        super().__init__(client, len(BUDGETS))
         self.lengths: dict[int, list[int]] = {budget: [] for budget in BUDGETS}
         for context, budget in zip(self.contexts.values(), BUDGETS, strict=True):
             context.node_config["upload-budget"] = budget
@@ -42,7 +44,7 @@ class Budgeted(OneProcess):
         reply = super().handled(message, context)
         if reply.has_error():
             raise SystemExit(reply.error.reason)
-        if message.metadata.message_type == "train":
+        if message.metadata.message_type.startswith("train"):
             self.lengths[int(str(context.node_config["upload-budget"]))].append(message_bytes(reply))
         return reply
 
@@ -59,8 +61,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{line}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 
     run = FederatedRun(settings, options.recipe, progress)
-    grid = Budgeted(run)
-    run_on(grid, run.server_app)
+    server, client = apps([run])
+    grid = Budgeted(client)
+    run_on(grid, server)
     figures = run.figures()
     rows = [
         {
