@@ -8,12 +8,13 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from helpers import free_ports
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "flower-deployment.md"
@@ -27,16 +28,6 @@ def blocks(kind: str = "") -> list[str]:
 
 def commands(start: str) -> list[str]:
     return [line for block in blocks() for line in block.splitlines() if line.startswith(start)]
-
-
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def parent(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 import zlib
 from collections.abc import Iterator
@@ -118,3 +119,13 @@ def check_contract_3(
     gap = (sent.double() + after.double() - u).abs()
     assert bool((gap <= bound * 1.0001).all()), f"lost {float((gap - bound).max())}"
     return bound
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

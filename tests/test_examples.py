@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from helpers import free_ports
 
 ROOT = Path(__file__).parent.parent
 STEPS, HALF = 6, 3
@@ -34,16 +35,6 @@ for port, more in zip(ports, ([], ["--resume"])):
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 """
 LINE = re.compile(r"rank (\d): (\d+) steps, loss (\S+), (\d+) bytes of frames \((\S+) times .* parameters (\w{8})")
-
-
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def run_twice(script: Path, folder: Path, seconds: float) -> list[list[tuple[str, ...]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord
@@ -16,6 +17,15 @@ from .later import Later
 from .message import PERSONAL, as_bytes_record
 
 MOST_CLIENTS = 1 << 20
+Known = TypeVar("Known")
+
+
+def put_last(of_clients: OrderedDict[int, Known], node: int, known: Known) -> None:
+    """What is known of a client; of too many, those that were not heard of for longest are forgotten."""
+    of_clients[node] = known
+    of_clients.move_to_end(node)
+    while len(of_clients) > MOST_CLIENTS:
+        of_clients.popitem(last=False)
 
 
 @dataclass
@@ -90,10 +100,7 @@ class Models:
     def has(self, node: int, number: int) -> None:
         """A client has told that it has this model."""
         if self.chain is not None and number < PERSONAL:
-            self.copies[node] = number
-            self.copies.move_to_end(node)
-            while len(self.copies) > MOST_CLIENTS:
-                self.copies.popitem(last=False)
+            put_last(self.copies, node, number)
 
     def has_none(self, node: int) -> None:
         self.copies.pop(node, None)

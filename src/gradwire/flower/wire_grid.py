@@ -21,8 +21,9 @@ from flwr.supercore import log
 from ..aggregate.pieces import Spec
 from ..errors import GradwireError
 from . import alike, replies
+from .around import Around
 from .message import NEEDS_WHOLE, NOTE, PERSONAL, REFUSED, TRAINING, Note, category, like, single_arrays, with_records
-from .models import MOST_CLIENTS, Model, Models
+from .models import Model, Models, put_last
 from .rate import Rate
 from .traffic import Meter, dense_bytes
 
@@ -49,7 +50,7 @@ class Arrived:
     token: bytes | None = None
 
 
-class Wire(Grid):
+class Wire(Around):
     """Flower's grid around which nothing changes but the bytes.
 
     `download` is the recipe of what goes to clients, None for raw arrays; `rate` says how finely they quantize;
@@ -61,7 +62,8 @@ class Wire(Grid):
         self, grid: Grid, *, download: Spec | None = None, rate: Rate | None = None, weighted_by: str = "num-examples",
         alike: bool = False,
     ):  # fmt: skip
-        self.grid, self.rate, self.weighted_by = grid, rate, weighted_by
+        super().__init__(grid)
+        self.rate, self.weighted_by = rate, weighted_by
         self.training = secrets.token_bytes(TRAINING)
         self.accepted: OrderedDict[int, bytes] = OrderedDict()  # last token of each client
         self.models = Models(download)
@@ -72,19 +74,6 @@ class Wire(Grid):
         self._usual: dict[str, set[Hashable]] = {}
 
     # ── Flower's interface ──
-
-    def set_run(self, run: Any) -> None:
-        self.grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        return self.grid.run
-
-    def create_message(self, *args: Any, **options: Any) -> Message:
-        return self.grid.create_message(*args, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self.grid.get_node_ids()
 
     def get_nodes(self) -> Iterable[Any]:
         return self.grid.get_nodes()
@@ -231,8 +220,5 @@ class Wire(Grid):
         return like(reply, error=Error(REFUSED, reason))
 
     def _accept(self, sent: Sent, token: bytes) -> None:
-        self.accepted[sent.node] = token
-        self.accepted.move_to_end(sent.node)
-        while len(self.accepted) > MOST_CLIENTS:
-            self.accepted.popitem(last=False)
+        put_last(self.accepted, sent.node, token)
         self.models.has(sent.node, sent.model.number)

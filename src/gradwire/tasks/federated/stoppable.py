@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+
+from ...flower.around import Around
 
 PULL_EVERY = 0.05  # seconds
 
@@ -21,11 +22,12 @@ class Stopped(Exception):
     """The run is over: nobody waits for what the server app would do next."""
 
 
-class Stoppable(Grid):
+class Stoppable(Around):
     """Flower's grid, but for its waiting."""
 
     def __init__(self, grid: Grid, stop: threading.Event) -> None:
-        self.grid, self.stop = grid, stop
+        super().__init__(grid)
+        self.stop = stop
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         waiting = set(self.grid.push_messages(messages))
@@ -41,25 +43,7 @@ class Stoppable(Grid):
                 return replies
             self.stop.wait(PULL_EVERY)
 
-    # ── Flower's own ──
-
-    def set_run(self, run: Any) -> None:
-        self.grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        return self.grid.run
-
-    def create_message(self, *args: Any, **options: Any) -> Message:
-        return self.grid.create_message(*args, **options)
-
     def get_node_ids(self) -> Iterable[int]:
         if self.stop.is_set():
             raise Stopped
-        return self.grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.grid.pull_messages(message_ids)
+        return super().get_node_ids()
