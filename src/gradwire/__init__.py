@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from . import dcp, ddp, fsdp
+from . import backward, dcp, ddp, fsdp
 from .budget import allocate
 from .catalogue import codec, recipe, recipes
 from .codecs import Codec, decode
@@ -33,6 +33,7 @@ __all__ = [
     "LocalSGD",
     "SpecError",
     "allocate",
+    "backward",
     "codec",
     "dcp",
     "ddp",

@@ -1,4 +1,5 @@
-"""The few operations everything is made of. `reference` defines them; `cpu` does the same in native code.
+"""The few operations everything is made of. `reference` defines them; `cpu` does the same in native code, and `cuda`
+those of rows in Triton.
 
 Import from here: where the native module is missing, the reference does all the work, with one warning and the
 same bytes.
@@ -10,6 +11,7 @@ import os
 import warnings
 
 from .reference import *  # noqa: F403
+from .rows import row_norms, take_rows  # noqa: F401
 
 if not os.environ.get("GRADWIRE_NO_NATIVE"):
     try:

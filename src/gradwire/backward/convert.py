@@ -1,0 +1,119 @@
+"""From the linear layers of a model to layers that choose rows, and back, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ..errors import GradwireError, SpecError
+from . import layers
+from .choice import Choice
+from .layers import ChosenRows
+from .memory import RowMemory
+from .scales import Scaler, Scales
+
+# Subclasses are left alone: their forward may be their own.
+CONVERTED: dict[type[nn.Module], type[ChosenRows]] = {
+    nn.Linear: layers.Linear,
+    nn.Conv1d: layers.Conv1d,
+    nn.Conv2d: layers.Conv2d,
+    nn.Conv3d: layers.Conv3d,
+}
+PLAIN: dict[type[nn.Module], type[nn.Module]] = {new: old for old, new in CONVERTED.items()}
+
+K = int | float | None
+
+
+def convert(
+    model: nn.Module, k: K | Mapping[str, K], policy: str = "topk", decay: float = 1.0, *,
+    optimizer: torch.optim.Optimizer | None = None, grad_scaler: Scaler | None = None,
+    memory_dtype: torch.dtype | None = None,
+) -> nn.Module:  # fmt: skip
+    """Let linear layers and 1×1 convolutions of `model` make their weight gradients from k rows of a batch.
+
+    The layers change in place; parameters, hooks and names stay what they are. Calling it again changes the choice
+    and keeps memories; `revert` goes back.
+
+    - `k`: rows, as a number (32) or as a share of the batch (0.25); or by name, the first pattern that matches
+      counts, and None leaves a layer exact: `{"head": None, "*": 0.25}`.
+    - `policy`: `"topk"`, `"weightedk"` or `"randk"`.
+    - `decay`: what is kept of the memory from batch to batch; 0 remembers nothing.
+    - `optimizer`: the paper's form, for SGD without momentum: what is remembered counts with the learning rate of its
+      own time.
+    - `grad_scaler`: the `torch.amp.GradScaler` of the training, if it has one.
+    - `memory_dtype`: torch.bfloat16 halves the memory; fp32 by default.
+    """
+    if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        raise SpecError(f"decay={decay!r}: give a number from 0 (no memory) to 1")
+    wanted = k if isinstance(k, Mapping) else {"*": k}
+    choices = {pattern: Choice(value, policy) if value is not None else None for pattern, value in wanted.items()}
+    RowMemory(decay or 1.0, memory_dtype)
+    scales = Scales(optimizer, grad_scaler)
+    found = _candidates(model)
+    if not found:
+        raise GradwireError("the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert")
+    unused = set(choices)
+    for names, layer in found:
+        pattern = next((p for p in choices for name in names if fnmatchcase(name, p)), None)
+        unused.discard(str(pattern))
+        choice = choices[pattern] if pattern is not None else None
+        if choice is None:
+            _back(layer)
+            continue
+        before = layer.memory if isinstance(layer, ChosenRows) else None
+        memory = RowMemory(decay, memory_dtype) if decay else None
+        if memory and before and before.inputs is not None and before.outputs is not None:
+            memory.load(before.inputs, before.outputs)
+        layer.__class__ = CONVERTED.get(type(layer), type(layer))
+        layer.choose(choice, memory, scales)  # type: ignore[operator]
+    if unused:
+        near = ", ".join(names[0] or "the model itself" for names, _ in found[:8])
+        raise SpecError(f"no layer has a name like {', '.join(map(repr, sorted(unused)))}; there are: {near}")
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Give converted layers their exact weight gradients back; what they remember is dropped."""
+    for layer in model.modules():
+        _back(layer)
+    return model
+
+
+def converted(model: nn.Module) -> dict[str, ChosenRows]:
+    """The layers of `model` that choose rows, by name: `.choice`, `.memory.bytes`."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, ChosenRows)}
+
+
+def forget(model: nn.Module) -> None:
+    """Empty the memories of all layers."""
+    for layer in converted(model).values():
+        if layer.memory:
+            layer.memory.clear()
+
+
+def _back(layer: nn.Module) -> None:
+    if type(layer) in PLAIN:
+        layer.__class__ = PLAIN[type(layer)]
+        del layer.choice, layer.memory, layer.scales
+
+
+def _candidates(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
+    """Layers that can be converted or are, each once, with all their names."""
+    found: dict[int, tuple[list[str], nn.Module]] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if (type(layer) in CONVERTED and _is_linear(layer)) or type(layer) in PLAIN:
+            found.setdefault(id(layer), ([], layer))[0].append(name)
+    return list(found.values())
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    if "forward" in vars(layer):  # somebody has put their own in its place
+        return False
+    if isinstance(layer, nn.Linear):
+        return True
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    padded = not isinstance(layer.padding, str) and any(layer.padding)  # "same" and "valid" are none here
+    return set(layer.kernel_size) == {1} and not padded and layer.groups == 1

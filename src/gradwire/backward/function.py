@@ -1,0 +1,142 @@
+"""Mem-AOP-GD (arXiv 2110.09164): the weight gradient of a linear layer from K of its M outer products.
+
+With inputs X, output gradients D and the memories mX, mD of earlier batches, row by row of the batch:
+
+1. A = √decay·mX + X and B = √decay·mD + D (what entered, and what is left of it; scales.py has the factors);
+2. choose K rows by ‖A_j‖·‖B_j‖ (choice.py);
+3. the gradient is the sum of their outer products, Σ B_jᵀA_j;
+4. the memory keeps the other rows of A and B, and zero in place of the chosen ones.
+
+Gradients of bias and input are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from .. import kernels
+from .choice import Choice
+from .memory import RowMemory
+from .scales import Factors, Scales
+
+
+def weight_gradient(
+    inputs: torch.Tensor, outputs: torch.Tensor, choice: Choice, memory: RowMemory | None, factors: Factors | None
+) -> torch.Tensor:
+    """out × in, from inputs [rows, in] and the gradients of outputs [rows, out]; the memory goes on by one batch."""
+    inputs, outputs = inputs.contiguous(), outputs.contiguous()
+    count = choice.count(len(inputs))
+    if factors is None or not count:
+        return outputs.new_zeros(outputs.shape[1], inputs.shape[1])
+    if count == len(inputs) and (memory is None or memory.inputs is None):  # nothing is or will be remembered
+        return outputs.t() @ inputs
+    old_inputs = old_outputs = None
+    if memory is None:
+        factors, keep = Factors(), 1.0
+    else:
+        keep = math.sqrt(memory.decay)
+        old_inputs, old_outputs = memory.slots(inputs, outputs)
+    of_inputs = kernels.row_norms(inputs, old_inputs, keep, factors.inputs)
+    of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
+    chosen = choice.pick(of_inputs * of_outputs)
+    # A row that its own dtype cannot hold counts as not finite; comparisons with NaN are false.
+    fits = (of_inputs <= torch.finfo(inputs.dtype).max).all()
+    fits &= (of_outputs * factors.product <= torch.finfo(outputs.dtype).max).all()
+    a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, 1.0, chosen, fits)
+    b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.product, chosen, fits)
+    return b.t() @ a
+
+
+class LinearFunction(torch.autograd.Function):
+    """`functional.linear` whose weight gradient is that of the chosen rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+        cast = in_autocast(weight)
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.how = weight, how
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return functional.linear(x, cast, None if bias is None else in_autocast(bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, cast = ctx.saved_tensors
+        choice, memory, scales = ctx.how
+        rows, of_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = (of_rows @ cast).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight))
+            of_weight = of_weight.to(ctx.weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = of_rows.sum(0).to(ctx.bias_dtype)
+        return of_input, of_weight, of_bias, None, None, None
+
+
+class PointwiseFunction(torch.autograd.Function):
+    """A convolution with a kernel of one entry: the rows are batch × places."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, ...], *how: Any
+    ) -> torch.Tensor:
+        cast = in_autocast(weight)
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.stride, ctx.how = weight, stride, how
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return _convolve(x, cast, None if bias is None else in_autocast(bias), stride)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, cast = ctx.saved_tensors
+        choice, memory, scales = ctx.how
+        places = cast.dim() - 2
+        of_weight = None
+        wanted = [ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]]
+        of_input, _, of_bias = torch.ops.aten.convolution_backward(
+            gradient, x, cast, [len(cast)], ctx.stride, [0] * places, [1] * places, False, [0] * places, 1, wanted
+        )
+        if ctx.needs_input_grad[1]:
+            seen = x[(..., *(slice(None, None, step) for step in ctx.stride))]
+            rows, of_rows = _rows(seen), _rows(gradient)
+            of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight))
+            of_weight = of_weight.to(ctx.weight.dtype).reshape(ctx.weight.shape)
+        if of_bias is not None:
+            of_bias = of_bias.to(ctx.bias_dtype)
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, ...]
+) -> torch.Tensor:
+    none, one = [0] * len(stride), [1] * len(stride)
+    return torch.convolution(x, weight, bias, stride, none, one, False, none, 1)
+
+
+def _rows(images: torch.Tensor) -> torch.Tensor:
+    """[batch, channels, …] as [batch × places, channels]; a view where channels come last in memory."""
+    return images.movedim(1, -1).reshape(-1, images.shape[1])
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, k: int | float, policy: str = "topk",
+    memory: RowMemory | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`torch.nn.functional.linear`, with the gradient of `weight` from k rows: `memory` keeps the rest, if given."""
+    return LinearFunction.apply(x, weight, bias, Choice(k, policy), memory, Scales())
+
+
+def in_autocast(x: torch.Tensor) -> torch.Tensor:
+    """As autocast would give it to the layer; an input is cast before it is kept for the backward pass."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))

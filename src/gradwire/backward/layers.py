@@ -1,0 +1,123 @@
+"""Layers whose weight gradient comes from K rows of the batch, in place of torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .choice import Choice
+from .function import LinearFunction, PointwiseFunction, in_autocast
+from .memory import RowMemory
+from .scales import Scales
+
+MEMORIES = ("weight_memory_inputs", "weight_memory_outputs")
+
+
+class ChosenRows(nn.Module):
+    """What converted layers share: the choice, the memory, and the memory's place in `state_dict`.
+
+    The memory is no buffer: DistributedDataParallel would give every rank that of rank 0.
+    """
+
+    weight: Any  # a Parameter; old-style weight norm puts a tensor there
+    choice: Choice
+    memory: RowMemory | None
+    scales: Scales
+
+    def choose(self, choice: Choice, memory: RowMemory | None, scales: Scales | None = None) -> None:
+        self.choice, self.memory, self.scales = choice, memory, scales or Scales()
+
+    @property
+    def weight_memory_inputs(self) -> torch.Tensor | None:
+        return self.memory.inputs if self.memory else None
+
+    @property
+    def weight_memory_outputs(self) -> torch.Tensor | None:
+        return self.memory.outputs if self.memory else None
+
+    def _approximates(self) -> bool:
+        """Exact, as ever, in eval mode and where no weight gradient is wanted."""
+        return self.training and torch.is_grad_enabled() and self.weight.requires_grad
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.memory:
+            self.memory.move(self.weight.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in MEMORIES:
+            if getattr(self, name) is not None:
+                destination[prefix + name] = getattr(self, name)
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, local: Any, strict: bool, missing: list[str], unexpected: list[str],
+        errors: list[str],
+    ) -> None:  # fmt: skip
+        """A state without memory, such as that of the layer before it was converted, empties it."""
+        own = [prefix + name for name in MEMORIES]
+        super()._load_from_state_dict(state, prefix, local, strict, missing, unexpected, errors)
+        unexpected[:] = [key for key in unexpected if key not in own]
+        if not self.memory:
+            return
+        inputs, outputs = (state.get(key) for key in own)
+        if inputs is None or outputs is None:
+            return self.memory.clear()
+        shapes = [(len(inputs), self.weight.shape[1]), (len(inputs), self.weight.shape[0])]
+        if [tuple(inputs.shape), tuple(outputs.shape)] != shapes:
+            errors.append(
+                f"{prefix}weight: its row memory has the shapes {tuple(inputs.shape)} and {tuple(outputs.shape)}, but "
+                f"the layer needs {shapes[0]} and {shapes[1]}"
+            )
+        else:
+            self.memory.load(inputs.to(self.weight.device), outputs.to(self.weight.device))
+
+    def extra_repr(self) -> str:
+        decay = self.memory.decay if self.memory else 0
+        return f"{super().extra_repr()}, k={self.choice.k}, policy={self.choice.policy}, decay={decay}"
+
+
+class Linear(ChosenRows, nn.Linear):
+    """`torch.nn.Linear`, with the weight gradient from k rows; `decay=0` remembers nothing."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
+        k: int | float, policy: str = "topk", decay: float = 1.0, memory_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.choose(Choice(k, policy), RowMemory(decay, memory_dtype) if decay else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._approximates():
+            return super().forward(x)
+        return _linear(in_autocast(x), self.weight, self.bias, self.choice, self.memory, self.scales)
+
+
+class _Pointwise(ChosenRows):
+    stride: Any
+    bias: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._approximates() or x.dim() != self.weight.dim():  # torch takes an image without a batch, too
+            return super().forward(x)
+        return _pointwise(in_autocast(x), self.weight, self.bias, self.stride, self.choice, self.memory, self.scales)
+
+
+class Conv1d(_Pointwise, nn.Conv1d):
+    pass
+
+
+class Conv2d(_Pointwise, nn.Conv2d):
+    pass
+
+
+class Conv3d(_Pointwise, nn.Conv3d):
+    pass
+
+
+# The choice changes state that the compiler knows nothing of.
+_linear = torch.compiler.disable(LinearFunction.apply)
+_pointwise = torch.compiler.disable(PointwiseFunction.apply)

@@ -1,0 +1,57 @@
+"""What a layer remembers of the rows that were not chosen: their two factors, in the slots of the batch."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import SpecError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+class RowMemory:
+    """Row j of `inputs` and row j of `outputs` are what slot j of the batch has left: the factors of an outer product.
+
+    Slots appear when a batch needs them. A shorter batch uses the first ones; the others wait as they are.
+    """
+
+    def __init__(self, decay: float = 1.0, dtype: torch.dtype | None = None) -> None:
+        if not 0 < decay <= 1:
+            raise SpecError(f"decay={decay}: a memory keeps a share of what is left that is above 0 and at most 1")
+        if dtype not in (None, *DTYPES):
+            raise SpecError(f"memory_dtype={dtype}: give torch.float32 or torch.bfloat16")
+        self.decay, self.dtype = float(decay), dtype
+        self.inputs: torch.Tensor | None = None
+        self.outputs: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.inputs, self.outputs) if t is not None)
+
+    def clear(self) -> None:
+        self.inputs = self.outputs = None
+
+    def move(self, device: torch.device) -> None:
+        if self.inputs is not None and self.outputs is not None and self.inputs.device != device:
+            if device.type == "meta":
+                return self.clear()
+            self.inputs, self.outputs = self.inputs.to(device), self.outputs.to(device)
+
+    def load(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        self.inputs, self.outputs = inputs.detach().clone(), outputs.detach().clone()
+
+    def slots(self, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of these rows, to be read and written; made or made longer where there is too little."""
+        self.inputs = self._long_enough(self.inputs, inputs)
+        self.outputs = self._long_enough(self.outputs, outputs)
+        return self.inputs[: len(inputs)], self.outputs[: len(outputs)]
+
+    def _long_enough(self, memory: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        dtype = self.dtype or torch.promote_types(rows.dtype, torch.float32)
+        have = 0 if memory is None else len(memory)
+        if memory is not None and have >= len(rows) and memory.device == rows.device and memory.dtype == dtype:
+            return memory
+        longer = torch.zeros(max(have, len(rows)), rows.shape[1], dtype=dtype, device=rows.device)
+        if memory is not None:
+            longer[:have] = memory
+        return longer
