@@ -24,6 +24,11 @@ from plain_rows import PlainRows, close
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def picks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Which rows were chosen, backward pass by backward pass."""
@@ -107,7 +112,11 @@ def test_convolutions(places, dtype):
                 check_same(ours[name], exact[name])
             assert ours["weight"].shape == exact["weight"].shape
             if k == 1.0:
-                close(ours["weight"], exact["weight"].double().numpy(), 4 * torch.finfo(dtype).eps)
+                close(
+                    ours["weight"],
+                    exact["weight"].double().numpy(),
+                    (2 if dtype == torch.bfloat16 else 16) * torch.finfo(dtype).eps,
+                )
 
 
 def test_rows_of_a_convolution_are_its_places(picks):
