@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .. import kernels
+from ..errors import GradwireError
 from .choice import Choice
 from .memory import RowMemory
 from .scales import Factors, Scales
@@ -57,6 +58,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+        if weight.is_complex():
+            raise GradwireError("rows are chosen for real layers, not for complex ones: use torch.nn.functional.linear")
         cast = in_autocast(weight)
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.how = weight, how
