@@ -120,7 +120,7 @@ def _candidates(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
 def _is_linear(layer: nn.Module) -> bool:
     if "forward" in vars(layer):  # somebody has put their own in its place
         return False
-    if layer.weight.is_complex():  # type: ignore[union-attr,operator]
+    if layer.weight.is_complex():  # type: ignore[operator]
         return False
     if isinstance(layer, nn.Linear):
         return True
