@@ -46,10 +46,10 @@ def weight_gradient(
     of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
     chosen = choice.pick(of_inputs * of_outputs)
     # A row that its own dtype cannot hold counts as not finite; comparisons with NaN are false.
-    fits = (of_inputs <= torch.finfo(inputs.dtype).max).all()
-    fits &= (of_outputs * factors.product <= torch.finfo(outputs.dtype).max).all()
-    a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, 1.0, chosen, fits)
-    b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.product, chosen, fits)
+    fits = (of_inputs * factors.chosen_inputs <= torch.finfo(inputs.dtype).max).all()
+    fits &= (of_outputs * factors.chosen_outputs <= torch.finfo(outputs.dtype).max).all()
+    a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, factors.chosen_inputs, chosen, fits)
+    b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.chosen_outputs, chosen, fits)
     return b.t() @ a
 
 
