@@ -50,6 +50,10 @@ class Scales:
                 "other form works with every optimizer"
             )
 
+    def __deepcopy__(self, memo: object) -> Scales:
+        """The same for a copied model: a copy of the optimizer or scaler would stay at what they are now, unnoticed."""
+        return self
+
     def factors(self, weight: torch.Tensor) -> Factors | None:
         """None where the learning rate is zero: such a step can apply nothing."""
         scale = self._scale()
