@@ -32,8 +32,9 @@ class Choice:
 
     def count(self, rows: int) -> int:
         """K for a batch of so many rows: at least one, at most all."""
-        share = self.k if isinstance(self.k, int) else math.ceil(self.k * rows)
-        return min(rows, share)
+        if isinstance(self.k, int):
+            return min(rows, self.k)
+        return min(rows, max(1, math.ceil(round(self.k * rows, 6))))  # 0.07·100 is a little more than 7
 
     def pick(self, scores: torch.Tensor) -> torch.Tensor:
         """The indexes of the chosen rows, ascending; `scores` are the norms of their outer products."""

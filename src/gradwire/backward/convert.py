@@ -55,13 +55,14 @@ def convert(
     found = _candidates(model)
     if not found:
         raise GradwireError("the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert")
-    unused = set(choices)
-    for names, layer in found:
-        pattern = next((p for p in choices for name in names if fnmatchcase(name, p)), None)
-        unused.discard(str(pattern))
-        choice = choices[pattern] if pattern is not None else None
+    unused = sorted(p for p in choices if not any(_matches(names, p) for names, _ in found))
+    if unused:
+        near = ", ".join(names[0] or "the model itself" for names, _ in found[:8])
+        raise SpecError(f"no layer has a name like {', '.join(map(repr, unused))}; there are: {near}")
+    plan = [(layer, next((choices[p] for p in choices if _matches(names, p)), None)) for names, layer in found]
+    _back([layer for layer, choice in plan if choice is None])
+    for layer, choice in plan:
         if choice is None:
-            _back(layer)
             continue
         before = layer.memory if isinstance(layer, ChosenRows) else None
         memory = RowMemory(decay, memory_dtype) if decay else None
@@ -69,16 +70,12 @@ def convert(
             memory.load(before.inputs, before.outputs)
         layer.__class__ = CONVERTED.get(type(layer), type(layer))
         layer.choose(choice, memory, scales)  # type: ignore[operator]
-    if unused:
-        near = ", ".join(names[0] or "the model itself" for names, _ in found[:8])
-        raise SpecError(f"no layer has a name like {', '.join(map(repr, sorted(unused)))}; there are: {near}")
     return model
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Give converted layers their exact weight gradients back; what they remember is dropped."""
-    for layer in model.modules():
-        _back(layer)
+    _back(list(model.modules()))
     return model
 
 
@@ -94,23 +91,36 @@ def forget(model: nn.Module) -> None:
             layer.memory.clear()
 
 
-def _back(layer: nn.Module) -> None:
-    if type(layer) in PLAIN:
-        layer.__class__ = PLAIN[type(layer)]
-        del layer.choice, layer.memory, layer.scales
+def _back(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        if isinstance(layer, ChosenRows) and type(layer) not in PLAIN:
+            raise GradwireError(
+                f"{type(layer).__name__} was made of a converted layer (by fully_shard, a parametrization or a class "
+                "statement): revert before that is done, or convert with k=1.0 and decay=0, which is exact"
+            )
+    for layer in layers:
+        if type(layer) in PLAIN:
+            layer.__class__ = PLAIN[type(layer)]
+            del layer.choice, layer.memory, layer.scales
+
+
+def _matches(names: list[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _candidates(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
     """Layers that can be converted or are, each once, with all their names."""
     found: dict[int, tuple[list[str], nn.Module]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if (type(layer) in CONVERTED and _is_linear(layer)) or type(layer) in PLAIN:
+        if (type(layer) in CONVERTED and _is_linear(layer)) or isinstance(layer, ChosenRows):
             found.setdefault(id(layer), ([], layer))[0].append(name)
     return list(found.values())
 
 
 def _is_linear(layer: nn.Module) -> bool:
     if "forward" in vars(layer):  # somebody has put their own in its place
+        return False
+    if layer.weight.is_complex():  # type: ignore[operator]
         return False
     if isinstance(layer, nn.Linear):
         return True

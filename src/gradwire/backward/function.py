@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .. import kernels
+from ..errors import GradwireError
 from .choice import Choice
 from .memory import RowMemory
 from .scales import Factors, Scales
@@ -45,10 +46,10 @@ def weight_gradient(
     of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
     chosen = choice.pick(of_inputs * of_outputs)
     # A row that its own dtype cannot hold counts as not finite; comparisons with NaN are false.
-    fits = (of_inputs <= torch.finfo(inputs.dtype).max).all()
-    fits &= (of_outputs * factors.product <= torch.finfo(outputs.dtype).max).all()
-    a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, 1.0, chosen, fits)
-    b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.product, chosen, fits)
+    fits = (of_inputs * factors.chosen_inputs <= torch.finfo(inputs.dtype).max).all()
+    fits &= (of_outputs * factors.chosen_outputs <= torch.finfo(outputs.dtype).max).all()
+    a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, factors.chosen_inputs, chosen, fits)
+    b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.chosen_outputs, chosen, fits)
     return b.t() @ a
 
 
@@ -57,6 +58,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+        if weight.is_complex():
+            raise GradwireError("rows are chosen for real layers, not for complex ones: use torch.nn.functional.linear")
         cast = in_autocast(weight)
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.how = weight, how

@@ -118,6 +118,13 @@ class Conv3d(_Pointwise, nn.Conv3d):
     pass
 
 
-# The choice changes state that the compiler knows nothing of.
-_linear = torch.compiler.disable(LinearFunction.apply)
-_pointwise = torch.compiler.disable(PointwiseFunction.apply)
+# The choice changes state that the compiler knows nothing of. torch.compiler.disable would import the compiler at once,
+# which takes a second; this does so at the first call, as torch's own optimizers do.
+@torch._disable_dynamo
+def _linear(*args: Any) -> torch.Tensor:
+    return LinearFunction.apply(*args)
+
+
+@torch._disable_dynamo
+def _pointwise(*args: Any) -> torch.Tensor:
+    return PointwiseFunction.apply(*args)

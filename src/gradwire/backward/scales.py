@@ -2,7 +2,8 @@
 
 Rows enter the memory times √η (the paper's form: the memory then holds parts of steps) or as they are (the default:
 parts of gradients, for any optimizer). Output gradients are also divided by the scale of a GradScaler, since that
-changes while rows are remembered; the product is multiplied so that it is a gradient again.
+changes while rows are remembered. Chosen rows are multiplied so that their product is a gradient again, and each is
+as large as it came: in fp16, rows times √η would lose digits, and rows divided by η would not fit.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from ..errors import GradwireError, SpecError
 
 
 class Factors(NamedTuple):
+    """Of rows on their way into the memory, and of chosen rows on their way out of it."""
+
     inputs: float = 1.0
     outputs: float = 1.0
-    product: float = 1.0
+    chosen_inputs: float = 1.0
+    chosen_outputs: float = 1.0
 
 
 class Scaler(Protocol):
@@ -46,13 +50,17 @@ class Scales:
                 "other form works with every optimizer"
             )
 
+    def __deepcopy__(self, memo: object) -> Scales:
+        """The same for a copied model: a copy of the optimizer or scaler would stay at what they are now, unnoticed."""
+        return self
+
     def factors(self, weight: torch.Tensor) -> Factors | None:
         """None where the learning rate is zero: such a step can apply nothing."""
         scale = self._scale()
         if self.optimizer is None:
-            return Factors(outputs=1 / scale, product=scale)
-        rate = self._rate(weight)
-        return Factors(math.sqrt(rate), math.sqrt(rate) / scale, scale / rate) if rate else None
+            return Factors(outputs=1 / scale, chosen_outputs=scale)
+        root = math.sqrt(self._rate(weight))
+        return Factors(root, root / scale, 1 / root, scale / root) if root else None
 
     def _rate(self, weight: torch.Tensor) -> float:
         assert self.optimizer is not None
