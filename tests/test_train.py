@@ -248,7 +248,12 @@ def test_local_steps_between_syncs(tmp_path: Path) -> None:
 # ── a cheaper backward pass ──
 
 
-def test_exact_and_chosen_rows_in_one_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exact_and_chosen_rows_in_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():  # as under torchrun, so that the worker is this process
+        monkeypatch.setenv(name, str(value))
     options = ("--backward", "none", "--backward", "topk:k=0.5", "--steps", "10", "--batch-size", "8")
     summary = figures(tmp_path / "figures.json", "--codec", "none", "--codec", "co3", *options)
     assert summary["backward"] == ["none", "topk:k=0.5"]
@@ -257,7 +262,7 @@ def test_exact_and_chosen_rows_in_one_command(tmp_path: Path, capfd: pytest.Capt
     assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1"
     assert [run["converted"] for run in runs.values()] == [[], ["6", "8"]] * 2
     assert len({run["digest"] for run in runs.values()}) == 4
-    shown = capfd.readouterr().out
+    shown = capsys.readouterr().out
     assert "--backward in 2 layers" in shown
     assert "co3, topk:k=0.5 in 2 layers: step 10/10" in shown
 
