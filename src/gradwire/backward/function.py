@@ -77,7 +77,8 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, cast = ctx.saved_tensors
         choice, memory, scales = ctx.how
-        rows, of_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        count = math.prod(x.shape[:-1])
+        rows, of_rows = x.reshape(count, x.shape[-1]), gradient.reshape(count, gradient.shape[-1])
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_input = (of_rows @ cast).reshape(x.shape)

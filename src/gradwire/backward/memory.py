@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import SpecError
+from ..errors import GradwireError, SpecError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -49,6 +49,11 @@ class RowMemory:
     def _long_enough(self, memory: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.dtype or torch.promote_types(rows.dtype, torch.float32)
         have = 0 if memory is None else len(memory)
+        if memory is not None and memory.shape[1] != rows.shape[1]:
+            raise GradwireError(
+                f"rows of {rows.shape[1]} do not fit into a memory of rows of {memory.shape[1]}: give every layer a "
+                "RowMemory of its own"
+            )
         if memory is not None and have >= len(rows) and memory.device == rows.device and memory.dtype == dtype:
             return memory
         longer = torch.zeros(max(have, len(rows)), rows.shape[1], dtype=dtype, device=rows.device)
