@@ -70,8 +70,8 @@ class ChosenRows(nn.Module):
         wanted = self.weight.shape[1], self.weight.shape[0]
         if shapes != [(*shapes[0][:1], size) for size in wanted]:
             errors.append(
-                f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs as "
-                f"many rows of {wanted[0]} as rows of {wanted[1]}"
+                f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs "
+                f"as many rows of {wanted[0]} as rows of {wanted[1]}"
             )
         else:
             self.memory.load(*(memory.to(self.weight.device) for memory in found))
