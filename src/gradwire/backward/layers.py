@@ -38,8 +38,8 @@ class ChosenRows(nn.Module):
         return self.memory.outputs if self.memory else None
 
     def _approximates(self) -> bool:
-        """Exact, as ever, in eval mode and where no weight gradient is wanted."""
-        return self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        """Exact, as ever, in eval mode, where no weight gradient is wanted, and where there are shapes alone."""
+        return self.training and torch.is_grad_enabled() and self.weight.requires_grad and not self.weight.is_meta
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
