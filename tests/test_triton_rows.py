@@ -20,7 +20,6 @@ CHECKS = Path(__file__).parent / "triton_rows.py"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 def test_triton_kernels_equal_the_reference():
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(CHECKS)]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=CHECKS.parent.parent, capture_output=True, text=True
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, check=False, env=environment, cwd=CHECKS.parent.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
