@@ -44,9 +44,10 @@ def weight_gradient(
     of_inputs = kernels.row_norms(inputs, old_inputs, keep, factors.inputs)
     of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
     chosen = choice.pick(of_inputs * of_outputs)
-    # A row that its own dtype cannot hold counts as not finite; comparisons with NaN are false.
-    fits = (of_inputs <= torch.finfo(inputs.dtype).max).all()
-    fits &= (of_outputs * factors.product <= torch.finfo(outputs.dtype).max).all()
+    # A row that its own dtype cannot hold counts as not finite; comparisons with NaN are false. As few operations as
+    # possible: on a GPU each costs a launch.
+    limits = torch.finfo(inputs.dtype).max, torch.finfo(outputs.dtype).max / factors.product
+    fits = ((of_inputs <= limits[0]) & (of_outputs <= limits[1])).all()
     a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, 1.0, chosen, fits)
     b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.product, chosen, fits)
     return b.t() @ a
