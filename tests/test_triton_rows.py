@@ -21,5 +21,7 @@ CHECKS = Path(__file__).parent / "triton_rows.py"
 def test_triton_kernels_equal_the_reference():
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(CHECKS)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, check=False, env=environment, cwd=CHECKS.parent.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=False, env=environment, cwd=CHECKS.parent.parent, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
