@@ -45,9 +45,10 @@ def weight_gradient(
     of_inputs = kernels.row_norms(inputs, old_inputs, keep, factors.inputs)
     of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
     chosen = choice.pick(of_inputs * of_outputs)
-    # A row that its own dtype or the memory's cannot hold counts as not finite; comparisons with NaN are false.
-    fits = (of_inputs <= _largest(inputs, old_inputs, factors.chosen_inputs)).all()
-    fits &= (of_outputs <= _largest(outputs, old_outputs, factors.chosen_outputs)).all()
+    # A row that its own dtype or the memory's cannot hold counts as not finite; comparisons with NaN are false. As few
+    # operations as possible: on a GPU each costs a launch.
+    most = _largest(inputs, old_inputs, factors.chosen_inputs), _largest(outputs, old_outputs, factors.chosen_outputs)
+    fits = ((of_inputs <= most[0]) & (of_outputs <= most[1])).all()
     a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, factors.chosen_inputs, chosen, fits)
     b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.chosen_outputs, chosen, fits)
     return b.t() @ a
