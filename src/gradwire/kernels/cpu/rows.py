@@ -14,10 +14,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def can(rows: torch.Tensor, memory: torch.Tensor | None) -> bool:
     """fp32 or bf16 on the CPU, row after row without gaps."""
-    return all(
-        t.dtype in DTYPES and t.dim() == 2 and t.is_contiguous() and t.device.type == "cpu"
-        for t in ((rows,) if memory is None else (rows, memory))
-    )
+    return _fits(rows) and (memory is None or _fits(memory))
+
+
+def _fits(matrix: torch.Tensor) -> bool:
+    return matrix.is_cpu and matrix.dtype in DTYPES and matrix.dim() == 2 and matrix.is_contiguous()
 
 
 def row_norms(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
@@ -33,9 +34,8 @@ def take_rows(
     taken = torch.empty(len(chosen), rows.shape[1], dtype=rows.dtype)
     if not finite:
         return taken.fill_(torch.nan)
-    threads = torch.get_num_threads()
     _native.take_rows(
-        _matrix(rows), _matrix(memory), keep, scale, gain, chosen.numpy(), threads, _matrix(taken)
+        _matrix(rows), _matrix(memory), keep, scale, gain, chosen.numpy(), torch.get_num_threads(), _matrix(taken)
     )
     return taken
 
@@ -47,5 +47,6 @@ def _matrix(matrix: torch.Tensor | None) -> object:
     """For the native module, which knows bf16 as its bits."""
     if matrix is None:
         return None
-    matrix = matrix.detach()
+    if matrix.requires_grad:
+        matrix = matrix.detach()
     return (matrix if matrix.dtype == torch.float32 else matrix.view(torch.uint16)).numpy()
