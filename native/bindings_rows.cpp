@@ -35,7 +35,8 @@ void take(Matrix rows, std::optional<MatrixOut> memory, double keep, double scal
     const Rows r = make_rows(rows, memory, keep, scale);
     const size_t n = chosen.size();
     const int64_t* c = chosen.data();
-    require(taken.shape(0) == n && taken.shape(1) == r.columns && is_half(taken) == r.half_rows, "taken has another shape");
+    require(taken.shape(0) == n && taken.shape(1) == r.columns, "taken has another shape");
+    require(is_half(taken) == r.half_rows, "taken has another type");
     bool good = !n || (c[0] >= 0 && uint64_t(c[n - 1]) < r.count);
     for (size_t i = 1; i < n; i++) good &= c[i] > c[i - 1];
     require(good, "chosen rows must be ascending, and inside");

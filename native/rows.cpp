@@ -25,12 +25,13 @@ const RowKernels& row_kernels_in_use() {
     return portable_rows;
 }
 
-// Arrays of 32 MB and more are new pages each time (glibc's malloc never keeps them), and asking the kernel for pages of
-// 4 KB takes several times as long as writing to them: ask for 2 MB at a time.
+// Arrays of 32 MB and more are new pages each time (glibc's malloc keeps none of them), and getting pages of 4 KB takes
+// several times as long as writing to them: ask for 2 MB at a time.
 void prefer_large_pages(void* data, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t kPage = 1 << 21;
-    const uintptr_t start = (uintptr_t(data) + kPage - 1) / kPage * kPage, end = (uintptr_t(data) + bytes) / kPage * kPage;
+    const uintptr_t start = (uintptr_t(data) + kPage - 1) / kPage * kPage;
+    const uintptr_t end = (uintptr_t(data) + bytes) / kPage * kPage;
     if (bytes >= size_t(32) << 20) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 #endif
 }
@@ -54,8 +55,10 @@ void take_rows(const Rows& r, float gain, const int64_t* chosen, size_t n, void*
     if (!r.memory)
         return in_blocks(n, bytes_of_row(r), threads, [&](size_t from, size_t to) { take(0, r.count, from, to); });
     in_blocks(r.count, bytes_of_row(r), threads, [&](size_t first, size_t last) {
-        const auto place = [&](size_t row) { return size_t(std::lower_bound(chosen, chosen + n, int64_t(row)) - chosen); };
-        take(first, last, place(first), place(last));
+        const auto chosen_before = [&](size_t row) {
+            return size_t(std::lower_bound(chosen, chosen + n, int64_t(row)) - chosen);
+        };
+        take(first, last, chosen_before(first), chosen_before(last));
     });
 }
 
