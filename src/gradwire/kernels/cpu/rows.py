@@ -22,7 +22,7 @@ def _fits(matrix: torch.Tensor) -> bool:
 
 
 def row_norms(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
-    norms = torch.empty(len(rows), dtype=torch.float64)
+    norms = torch.empty(rows.shape[0], dtype=torch.float64)
     _native.row_norms(_matrix(rows), _matrix(memory), keep, scale, torch.get_num_threads(), norms.numpy())
     return norms
 
@@ -31,7 +31,7 @@ def take_rows(
     rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float, gain: float,
     chosen: torch.Tensor, finite: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    taken = torch.empty(len(chosen), rows.shape[1], dtype=rows.dtype)
+    taken = torch.empty(chosen.shape[0], rows.shape[1], dtype=rows.dtype)
     if not finite:
         return taken.fill_(torch.nan)
     _native.take_rows(
