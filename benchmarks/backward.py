@@ -187,7 +187,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     speed = bandwidth(clock, options.device)
     cuda = options.device == "cuda"
     result: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if cuda else processor(), "torch": torch.__version__,
+        "device": options.device, "machine": torch.cuda.get_device_name() if cuda else processor(),
+        "torch": torch.__version__,
         "threads": torch.get_num_threads(), "dtype": options.dtype, "memory_dtype": options.memory_dtype,
         "copy_gb_per_s": speed / 1e9, "shapes": [],
     }  # fmt: skip
