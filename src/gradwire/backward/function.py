@@ -31,10 +31,11 @@ def weight_gradient(
 ) -> torch.Tensor:
     """out × in, from inputs [rows, in] and the gradients of outputs [rows, out]; the memory goes on by one batch."""
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
-    count = choice.count(len(inputs))
+    rows = inputs.shape[0]
+    count = choice.count(rows)
     if factors is None or not count:
         return outputs.new_zeros(outputs.shape[1], inputs.shape[1])
-    if count == len(inputs) and (memory is None or memory.inputs is None):  # nothing is or will be remembered
+    if count == rows and (memory is None or memory.inputs is None):  # nothing is or will be remembered
         return outputs.t() @ inputs
     old_inputs = old_outputs = None
     if memory is None:
