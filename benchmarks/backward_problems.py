@@ -63,7 +63,7 @@ PROBLEMS = {
         "Fashion-MNIST 784→10, softmax before cross-entropy", "fashion", cross_entropy_of_softmax, 30, 64, 0.01, SHARES
     ),
     "fashion": Problem(
-        "Fashion-MNIST 784→10, cross-entropy", "fashion", functional.cross_entropy, 30, 64, 0.01, SHARES
+        "Fashion-MNIST 784→10, cross-entropy", "fashion", functional.cross_entropy, 10, 64, 0.01, SHARES
     ),
     "digits-published": Problem(
         "digits 64→10, softmax before cross-entropy", "digits", cross_entropy_of_softmax, 30, 64, 0.4, SHARES
