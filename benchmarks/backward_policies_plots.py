@@ -92,3 +92,6 @@ def plot(results: Results, draw: Draw, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90, metadata={"Software": None})
     pyplot.close(figure)
+
+
+DRAWINGS: dict[str, Draw] = {"policies": draw_policies, "decays": draw_decays, "curves": draw_curves}

@@ -17,36 +17,32 @@ from typing import Any
 import numpy as np
 
 from backward_policies import EXACT, RATES, RESULTS
-from backward_policies_plots import (
-    COLOURS,
-    Case,
-    Curves,
-    Results,
-    draw_curves,
-    draw_decays,
-    draw_policies,
-    finals,
-    plot,
-)
+from backward_policies_plots import COLOURS, DRAWINGS, Case, Curves, Results, finals, plot
 from backward_problems import PROBLEMS, buildings
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
+Line = dict[str, Any]
 
 
-def load(path: Path) -> tuple[Results, list[str]]:
-    """Curves in the order of the benchmark, and the machines they come from; NaN where a training has diverged."""
+def load(path: Path) -> tuple[list[Line], list[str]]:
+    """Runs in the order of the benchmark, and the machines they come from."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    results: Results = {}
     runs = sorted((line for line in lines if "problem" in line), key=lambda r: (place(r), r["seed"]))
+    machines = {f"{line['machine']}, PyTorch {line['torch']}" for line in lines if "machine" in line}
+    return runs, sorted(machines)
+
+
+def by_case(runs: list[Line]) -> Results:
+    """Curves; NaN where a training has diverged."""
+    results: Results = {}
     for run in runs:
         cases = results.setdefault((run["problem"], run["optimizer"]), {})
         curve = [math.nan if value is None else value for value in run["curve"]]
         cases.setdefault((run["policy"], run["decay"], run["share"]), []).append(curve)
-    machines = {f"{line['machine']}, PyTorch {line['torch']}" for line in lines if "machine" in line}
-    return results, sorted(machines)
+    return results
 
 
-def place(run: dict[str, Any]) -> tuple[Any, ...]:
+def place(run: Line) -> tuple[Any, ...]:
     policy = [EXACT, *COLOURS].index(run["policy"])
     return list(PROBLEMS).index(run["problem"]), list(RATES).index(run["optimizer"]), policy, -run["decay"]
 
@@ -67,7 +63,7 @@ def cell(curves: Curves | None, measure: str) -> str:
 def table(name: str, cases: dict[Case, Curves]) -> str:
     problem = PROBLEMS[name]
     shares = sorted({share for policy, _, share in cases if policy != EXACT}, reverse=True)
-    head = ["rows", "memory", *(f"K/M = {Fraction(s).limit_denominator(144)}" for s in shares), "runs"]
+    head = ["rows", "memory", *(f"K/M = {fraction(share)}" for share in shares), "runs"]
     lines = [head, ["---"] * len(head)]
     for policy, decay in dict.fromkeys(case[:2] for case in cases):
         if policy == EXACT:
@@ -80,7 +76,7 @@ def table(name: str, cases: dict[Case, Curves]) -> str:
         counts = sorted({len(curves) for curves in found if curves})
         cells = [cell(curves, problem.measure) for curves in found]
         lines.append([policy, memory, *cells, "–".join(map(str, counts))])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(lines)
 
 
 def conditions(name: str, optimizer: str) -> str:
@@ -101,7 +97,31 @@ def floor() -> float:
     return float(np.mean((tests @ weights - data.test_targets.numpy()) ** 2))
 
 
-def document(results: Results, machines: list[str]) -> str:
+def slots(runs: list[Line]) -> str:
+    """How large the largest remembered product is at the end, as a gradient: the median over seeds."""
+    sizes: dict[tuple[str, str, float], dict[float, list[float]]] = {}
+    for run in runs:
+        if run["optimizer"] == "sgd" and run.get("largest_slot") is not None:
+            case = sizes.setdefault((run["problem"], run["policy"], run["decay"]), {})
+            case.setdefault(run["share"], []).append(run["largest_slot"] / PROBLEMS[run["problem"]].lr)
+    shares = sorted({share for case in sizes.values() for share in case}, reverse=True)
+    lines = [["problem", "rows", "decay", *(f"K/M = {fraction(share)}" for share in shares)]]
+    lines.append(["---"] * len(lines[0]))
+    for (name, policy, decay), case in sizes.items():
+        cells = [f"{statistics.median(case[share]):.2g}" if share in case else "" for share in shares]
+        lines.append([name, policy, f"{decay:g}", *cells])
+    return markdown(lines)
+
+
+def markdown(lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def fraction(share: float) -> str:
+    return str(Fraction(share).limit_denominator(144))
+
+
+def document(runs: list[Line], machines: list[str]) -> str:
     parts = [
         "# Mem-AOP-GD: policies, memory and K/M",
         f"""Written by `python benchmarks/backward_policies_report.py` from the runs of
@@ -109,8 +129,9 @@ def document(results: Results, machines: list[str]) -> str:
 the last validation score over runs with different seeds (initialisation, order, choice). The regression is made up: it
 has the sizes of the paper's set, not its figures.""",
     ]
-    for (name, optimizer), cases in results.items():
+    for (name, optimizer), cases in by_case(runs).items():
         parts += [f"## {PROBLEMS[name].title}", conditions(name, optimizer), table(name, cases)]
+    parts += ["## The largest product in the memory at the end", f"{slots.__doc__}", slots(runs)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -128,7 +149,7 @@ if __name__ == "__main__":
         print(document(found, on))
     else:
         arguments.results.with_suffix(".md").write_text(document(found, on))
-        for drawing in (draw_policies, draw_decays, draw_curves):
-            path = IMAGES / f"backward_{drawing.__name__.removeprefix('draw_')}.png"
-            plot(found, drawing, path)
+        for name, draw in DRAWINGS.items():
+            path = IMAGES / f"backward_{name}.png"
+            plot(by_case(found), draw, path)
             print(path)
