@@ -32,7 +32,7 @@ class Size(NamedTuple):
 SIZES = {
     ("text", "small"): Size(width=128, depth=2, batch=16, lr=3e-3, context=64),
     ("text", "large"): Size(width=768, depth=12, batch=64, lr=6e-4, context=256),
-    ("mixer", "small"): Size(width=96, depth=2, batch=32, lr=2e-3),
+    ("mixer", "small"): Size(width=64, depth=2, batch=32, lr=2e-3),
     ("mixer", "large"): Size(width=768, depth=12, batch=256, lr=5e-4),
 }
 
