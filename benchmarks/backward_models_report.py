@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "backward_models.jsonl"
 DOCUMENT = ROOT / "results" / "backward_models.md"
 IMAGE = ROOT.parent / "docs" / "images" / "backward_models.png"
-SAME = ("task", "size", "device", "dtype", "machine", "torch", "width", "depth", "batch", "context", "steps", "lr")
+SAME = ("task", "size", "device", "dtype", "width", "depth", "batch", "context", "steps", "lr")
 HEAD = (
     "k", "rows by", "decay", "exact layers", "runs", "training loss", "validation loss", "against exact", "accuracy",
     "rows held, MB", "peak, MB", "backward, ms", "step, ms",
@@ -89,11 +89,11 @@ def conditions(key: tuple[Any, ...], group: dict[str, list[Record]]) -> str:
     same = dict(zip(SAME, key, strict=True))
     any_run = next((r for records in group.values() for r in records if r["kind"] == "train"), None)
     of_run = f"{any_run['parameters'] / 1e6:.2f} M parameters, {any_run['data']}, " if any_run else ""
+    machines = sorted({f"{r['machine']}, PyTorch {r['torch']}" for records in group.values() for r in records})
     length = f" × {same['context']} bytes" if same["context"] else " images"
     return (
         f"Width {same['width']}, {same['depth']} blocks, {of_run}batches of {same['batch']}{length}, {same['steps']} "
-        f"steps of AdamW (learning rate {same['lr']:g}, warm-up and cosine), {same['dtype']}; {same['machine']}, "
-        f"PyTorch {same['torch']}."
+        f"steps of AdamW (learning rate {same['lr']:g}, warm-up and cosine), {same['dtype']}; {' and '.join(machines)}."
     )
 
 

@@ -25,15 +25,15 @@ class Size(NamedTuple):
     depth: int
     batch: int  # texts or images
     lr: float
+    steps: int
     context: int = 0  # bytes of a text
-    steps: int = 600
 
 
 SIZES = {
-    ("text", "small"): Size(width=128, depth=2, batch=16, lr=3e-3, context=64),
-    ("text", "large"): Size(width=768, depth=12, batch=64, lr=6e-4, context=256),
-    ("mixer", "small"): Size(width=64, depth=2, batch=32, lr=2e-3),
-    ("mixer", "large"): Size(width=768, depth=12, batch=256, lr=5e-4),
+    ("text", "small"): Size(width=128, depth=2, batch=16, lr=3e-3, steps=600, context=64),
+    ("text", "large"): Size(width=768, depth=12, batch=64, lr=6e-4, steps=500, context=256),
+    ("mixer", "small"): Size(width=64, depth=2, batch=32, lr=2e-3, steps=400),
+    ("mixer", "large"): Size(width=768, depth=12, batch=256, lr=5e-4, steps=500),
 }
 
 
