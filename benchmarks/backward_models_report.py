@@ -11,6 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from backward_training import EXACT, settings
+
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "backward_models.jsonl"
 DOCUMENT = ROOT / "results" / "backward_models.md"
@@ -20,7 +22,6 @@ HEAD = (
     "k", "rows by", "decay", "exact layers", "runs", "training loss", "validation loss", "against exact", "accuracy",
     "rows held, MB", "peak, MB", "backward, ms", "step, ms",
 )  # fmt: skip
-EXACT = "exact"
 TITLES = {"text": "Transformer, bytes of Python's standard library", "mixer": "MLP-Mixer, CIFAR-10"}
 Record = dict[str, Any]
 
@@ -34,18 +35,20 @@ def load(path: Path) -> dict[tuple[Any, ...], dict[str, list[Record]]]:
     return groups
 
 
-def settings(variant: str) -> dict[str, str]:
-    policy, *given = variant.split(",")
-    return {"policy": policy, **dict(part.split("=") for part in given)}
-
-
 def order(variant: str) -> tuple[Any, ...]:
     s = settings(variant)
-    return (-float(s.get("k", 2)), s["policy"], -float(s.get("decay", 0)), variant)
+    return (-float(s.get("k", 2)), -float(s.get("batch", 1)), s["policy"], -float(s.get("decay", 0)), variant)
 
 
 def share(k: str) -> str:
     return f"1/{1 / float(k):g}"
+
+
+def name(s: dict[str, str]) -> str:
+    """As in the legend of the plot; the share of rows is the same for all there."""
+    if "k" not in s:
+        return f"exact, {s['batch']} of the batch" if "batch" in s else EXACT
+    return f"{s['policy']}, " + (f"decay {s['decay']}" if float(s["decay"]) else "no memory")
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -61,7 +64,7 @@ def spread(values: list[float], digits: int = 3) -> str:
 def row(variant: str, records: list[Record], exact: list[Record]) -> list[str]:
     s, runs, timed = settings(variant), of_kind(records, "train"), of_kind(records, "times")
     layers = f"all but `{s['only']}`" if "only" in s else f"`{s['leave']}`" if "leave" in s else ""
-    names = [share(s["k"]), s["policy"], s["decay"], layers] if "k" in s else ["1", EXACT, "", ""]
+    names = [share(s["k"]), s["policy"], s["decay"], layers] if "k" in s else ["1", name(s), "", ""]
     cells = ["", "", "", "", ""]
     if runs:
         losses, by_seed = [r["loss"] for r in runs], {r["seed"]: r["loss"] for r in exact}
@@ -118,8 +121,11 @@ def plot(groups: dict[tuple[Any, ...], dict[str, list[Record]]], share_of_rows: 
     from matplotlib import pyplot
 
     shown = {key: group for key, group in groups.items() if of_kind(group.get(EXACT, []), "train")}
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(6 * len(shown), 4.5), squeeze=False)
-    for axis, (key, group) in zip(axes[0], shown.items(), strict=True):
+    lines = (len(shown) + 1) // 2
+    figure, axes = pyplot.subplots(lines, 2, figsize=(12, 4.5 * lines), squeeze=False)
+    for axis in axes.flat[len(shown) :]:
+        axis.remove()
+    for axis, (key, group) in zip(axes.flat, shown.items(), strict=False):
         for variant in sorted(group, key=order):
             s, runs = settings(variant), of_kind(group[variant], "train")
             if not runs or "leave" in s or "only" in s or float(s.get("k", share_of_rows)) != share_of_rows:
@@ -128,13 +134,8 @@ def plot(groups: dict[tuple[Any, ...], dict[str, list[Record]]], share_of_rows: 
             losses = [
                 statistics.fmean(values) for values in zip(*([p[1] for p in r["curve"]] for r in runs), strict=True)
             ]
-            label = (
-                f"{s['policy']}, " + (f"decay {s['decay']}" if s["decay"] != "0" else "no memory")
-                if "k" in s
-                else EXACT
-            )
             style = {"color": "black", "linewidth": 2} if variant == EXACT else {"linewidth": 1}
-            axis.plot(steps, losses, label=label, **style)
+            axis.plot(steps, losses, label=name(s), **style)
         low = min(r["curve"][-1][1] for r in of_kind(group[EXACT], "train"))
         first = of_kind(group[EXACT], "train")[0]["curve"][1][1]
         axis.set(

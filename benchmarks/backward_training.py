@@ -20,17 +20,24 @@ EXACT = "exact"
 WARM_UP, FLOOR = 0.1, 0.1  # share of the steps in which the learning rate rises; what the cosine leaves of it
 
 
-def convert(model: nn.Module, variant: str) -> None:
-    """`POLICY,k=…,decay=…`, with `leave=PATTERN+…` for layers that stay exact or `only=PATTERN+…` for the others."""
-    if variant == EXACT:
+def settings(variant: str) -> dict[str, str]:
+    """`POLICY,k=…,decay=…`, with `leave=PATTERN+…` for layers that stay exact or `only=PATTERN+…` for the others.
+
+    Or `exact`, or `exact,batch=…` for exact gradients of a share of each batch: that saves arithmetic, too.
+    """
+    policy, *given = variant.split(",")
+    return {"policy": policy, **dict(part.split("=") for part in given)}
+
+
+def convert(model: nn.Module, wanted: dict[str, str]) -> None:
+    if wanted["policy"] == EXACT:
         return
-    policy, *settings = variant.split(",")
-    given = dict(setting.split("=") for setting in settings)
-    k, patterns = float(given["k"]), [p for key in ("leave", "only") if key in given for p in given[key].split("+")]
-    by_name = dict.fromkeys(patterns, k if "only" in given else None)
-    if "only" not in given:
-        by_name["*"] = k
-    gradwire.backward.convert(model, k=by_name, policy=policy, decay=float(given["decay"]))
+    k = float(wanted["k"])
+    if "only" in wanted:
+        by_name = dict.fromkeys(wanted["only"].split("+"), k)
+    else:
+        by_name = {**dict.fromkeys(wanted["leave"].split("+") if "leave" in wanted else []), "*": k}
+    gradwire.backward.convert(model, k=by_name, policy=wanted["policy"], decay=float(wanted["decay"]))
 
 
 class Training:
@@ -41,7 +48,9 @@ class Training:
         self.lr = task.size.lr * options.lr_factor
         torch.manual_seed(seed)  # also what weightedk and randk draw from
         self.model = task.build_model().to(task.device)
-        convert(self.model, variant)
+        wanted = settings(variant)
+        self.share = float(wanted.get("batch", 1))
+        convert(self.model, wanted)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.05, fused=True
         )
@@ -60,7 +69,7 @@ class Training:
 
     def step(self, batch: Batch | None = None) -> tuple[torch.Tensor, list[float]]:
         """The loss, and when forward began, backward began, backward ended and the step ended."""
-        inputs, targets = batch or self.task.batch(self.generator)
+        inputs, targets = (part[: round(self.share * len(part))] for part in batch or self.task.batch(self.generator))
         self.optimizer.param_groups[0]["lr"] = self.rate()
         times = [now(self.task.device)] if batch else []
         with self.autocast():
