@@ -163,6 +163,7 @@ def error_of(*arguments: str) -> str:
         ("--federated --epochs 2", "--epochs does not go with --federated: give --rounds and --local-epochs"),
         ("--federated --sync-every 2", "--sync-every does not go with --federated: give --local-epochs"),
         ("--federated --aggregate auto", "--aggregate does not go with --federated"),
+        ("--federated --backward topk", "--backward does not go with --federated"),
         ("--federated --save x.pt", "federated runs have no checkpoints: leave it out"),
         ("--federated --timeout 5", "--timeout does not go with --federated"),
         ("--clients 3", "--clients is for federated runs: add --federated, or leave it out"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -22,7 +23,9 @@ import torch.distributed as dist
 
 from gradwire import AggregateError, GradwireError, checkpoint, tasks
 from gradwire.cli import main
+from gradwire.cli.options import Options, resolve
 from gradwire.cli.report import show
+from gradwire.tasks import backward
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from ranks import WORLD, connect, launch
@@ -242,6 +245,96 @@ def test_local_steps_between_syncs(tmp_path: Path) -> None:
     assert (resumed["sync_every"], resumed["runs"][0]["measured_steps"]) == (4, 2)
 
 
+# ── a cheaper backward pass ──
+
+
+def test_exact_and_chosen_rows_in_one_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--backward", "none", "--backward", "topk:k=0.5", "--steps", "10", "--batch-size", "8")
+    summary = figures(tmp_path / "figures.json", "--codec", "none", "--codec", "co3", *options)
+    assert summary["backward"] == ["none", "topk:k=0.5"]
+    runs = {(run["codec"], run["backward"]): run for run in summary["runs"]}
+    assert list(runs) == [(codec, backward) for codec in ("none", "co3") for backward in ("none", "topk:k=0.5")]
+    assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1"
+    assert [run["converted"] for run in runs.values()] == [[], ["6", "8"]] * 2
+    assert len({run["digest"] for run in runs.values()}) == 4
+    shown = capfd.readouterr().out
+    assert "--backward in 2 layers" in shown
+    assert "co3, topk:k=0.5 in 2 layers: step 10/10" in shown
+
+
+CHOSEN = ("co3", "topk:k=0.25,decay=0.9", 1), ("none", "randk:k=3", 1), ("co3", "weightedk", 4)
+
+
+def chosen(steps: int, codec: str, backward: str, sync_every: int, **more: Any) -> Settings:
+    return dataclasses.replace(settings(steps), codecs=(codec,), backward=(backward,), sync_every=sync_every, **more)
+
+
+def stopped(rank: int, folder: Path) -> list[Any]:
+    """Runs that go through, and the same stopped after 7 of 12 steps and resumed: with all memories, without, alone."""
+    connect(rank, folder, "stopped")
+    digits, outcomes = tasks.find("digits")(Path()), []
+
+    def stop(training: Training, loss: float) -> None:
+        if training.step == 8:
+            raise KeyError("stop")
+
+    for number, (codec, rows, sync_every) in enumerate(CHOSEN):
+        asked = chosen(12, codec, rows, sync_every, save=str(folder / f"{number}.pt"), save_every=7)
+        straight = Training(digits, asked, codec, None, rows).run(lambda *_: None)["digest"]
+        with contextlib.suppress(KeyError):
+            Training(digits, asked, codec, None, rows).run(stop)
+        dist.barrier()
+        saved = checkpoint.load(folder / f"{number}.pt")
+        dist.barrier()  # before the file is replaced
+        assert saved.step == 7
+        assert not any("memory" in name for name in saved.model)
+        assert not torch.equal(*(memory["6.weight_memory_inputs"] for memory in saved.row_memory[:2]))
+        without = dataclasses.replace(saved, row_memory=[])
+        resumed = [Training(digits, asked, codec, s, rows).run(lambda *_: None) for s in (saved, without)]
+        outcomes.append([run["digest"] == straight for run in resumed])
+    dist.destroy_process_group()
+    return outcomes
+
+
+def test_resuming_chosen_rows_ends_as_if_never_stopped(tmp_path: Path) -> None:
+    """Bit for bit; and not without the row memories, so that this can fail."""
+    assert launch(stopped, tmp_path, seconds=90) == [[[True, False]] * len(CHOSEN)] * WORLD
+
+
+@pytest.mark.usefixtures("alone")
+def test_row_memories_start_empty_on_other_workers(tmp_path: Path) -> None:
+    digits, path = tasks.find("digits")(Path()), tmp_path / "run.pt"
+    asked = chosen(2, "co3", "topk", 1, save=str(path))
+    Training(digits, asked, "co3", None, "topk").run(lambda *_: None)
+    saved = checkpoint.load(path)
+    go_on = dataclasses.replace(asked, steps=3)
+    model = Training(digits, go_on, "co3", saved, "topk").model
+    torch.testing.assert_close(backward.split_state(model)[1], saved.row_memory[0], rtol=0, atol=0)
+    two = dataclasses.replace(saved, error_memory=saved.error_memory * 2, row_memory=saved.row_memory * 2)
+    two.rng *= 2
+    assert not backward.split_state(Training(digits, go_on, "co3", two, "topk").model)[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_without_linear_layers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = tasks.find("digits")(Path())
+    monkeypatch.setattr(digits, "build_model", lambda: torch.nn.Conv2d(1, 10, 3))
+    with pytest.raises(GradwireError, match="there is nothing to convert"):
+        Training(digits, chosen(1, "co3", "topk", 1), "co3", None, "topk")
+
+
+@pytest.mark.usefixtures("alone")
+def test_checkpoints_from_before_backward_are_resumed(killed: Path, tmp_path: Path) -> None:
+    content, path = torch.load(killed, weights_only=True), tmp_path / "run.pt"
+    del content["settings"]["backward"], content["row_memory"]
+    checkpoint.write_whole(path, content)
+    nothing = dict.fromkeys(field.name for field in dataclasses.fields(Options))
+    asked, _ = resolve(Options(**nothing | {"device": "cpu", "data_dir": Path(), "resume": path}))
+    assert asked.backward == ("none",)
+    training = Training(tasks.find("digits")(Path()), asked, "co3", checkpoint.load(path), *asked.backward)
+    assert (training.step, training.converted) == (content["step"], [])
+
+
 # ── errors ──
 
 
@@ -250,6 +343,15 @@ def test_local_steps_between_syncs(tmp_path: Path) -> None:
     [
         ("--codec c03", "unknown recipe 'c03'; did you mean 'co3'?"),
         ("--codec co3:frmat=fp8", "did you mean 'format'?"),
+        ("--backward topc", "unknown --backward 'topc'; did you mean 'topk'?"),
+        ("--backward topk:kk=3", "unknown parameter of topk 'kk'; did you mean 'k'?"),
+        ("--backward none:k=3", "unknown parameter of none 'k'"),
+        ("--backward topk:k=half", "k=half is neither a share of the rows such as 0.25 nor a number of rows"),
+        ("--backward topk:k=1.5", "a share of the rows is above 0 and at most 1"),
+        ("--backward topk:k=0", "give at least one row"),
+        ("--backward topk:k=nan", "a share of the rows is above 0 and at most 1"),
+        ("--backward randk:decay=2", "'2' is not a number from 0 to 1"),
+        ("--save a.pt --backward none --backward topk", "give one --backward"),
         ("--task digit", "unknown task 'digit'; did you mean 'digits'?"),
         ("--workers 0", "--workers must be at least 1, not 0"),
         ("--batch-size -3", "--batch-size must be at least 1, not -3"),
@@ -277,7 +379,9 @@ def test_bad_options_are_named_before_anything_starts(
     assert "\n" not in exit_.value.code
 
 
-@pytest.mark.parametrize("option", ["--task text", "--codec none", "--codec co3:decay=0.5", "--seed 1"])
+@pytest.mark.parametrize(
+    "option", ["--task text", "--codec none", "--codec co3:decay=0.5", "--seed 1", "--backward topk"]
+)
 def test_another_run_is_not_resumed(killed: Path, option: str) -> None:
     name, value = option.split()
     with pytest.raises(SystemExit, match=f"leave out {name} to go on with it"):
@@ -435,20 +539,31 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in capsys.readouterr().out
 
 
-def test_the_table_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+WIDE = {
+    "codec": "co3:format=fp8,coder=huffman", "backward": "none", "converted": [], "steps": 10**5,
+    "measured_steps": 10**5, "parameters": 10**6, "frame_bytes": 1.1e9, "wire_bytes_sent": 1.2e9, "ratio": 123.45,
+    "bits_per_parameter": 12.345, "history": [{"epoch": 1.0, "step": 1, "loss": 1.25, "bits_per_byte": 8.25}],
+    "seconds_per_step": dict.fromkeys(("total", "compute", "encode", "wait", "decode"), 1.75),
+}  # fmt: skip
+CONVERTED = {"backward": "weightedk:k=0.25,decay=0.9", "converted": ["head"]}
+
+
+@pytest.mark.parametrize(
+    ("figures", "texts"),
+    [
+        (WIDE, ["12.345"]),
+        (WIDE | {"codec": "co3"} | CONVERTED, ["--backward in 1 layer", "weightedk", ":k=0.25,d", "ecay=0.9"]),
+    ],
+)
+def test_the_table_fits_a_narrow_terminal(
+    figures: dict[str, Any], texts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    codec = "co3:format=fp8,coder=huffman"
-    figures = {
-        "codec": codec, "steps": 10**5, "measured_steps": 10**5, "parameters": 10**6, "frame_bytes": 1.1e9,
-        "wire_bytes_sent": 1.2e9, "ratio": 123.45, "bits_per_parameter": 12.345,
-        "history": [{"epoch": 1.0, "step": 1, "loss": 1.25, "bits_per_byte": 8.25}],
-        "seconds_per_step": dict.fromkeys(("total", "compute", "encode", "wait", "decode"), 1.75),
-    }  # fmt: skip
     show({"task": "text", "workers": 2, "seed": 0, "runs": [figures]})
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= 80
-    assert codec in "".join(shown.split())  # folded over several lines or not
-    for text in ("1,100,000,000", "1,200,000,000", "123.45", "12.345", "1.2500", "8.2500", "1750.00"):
+    assert figures["codec"] in "".join(shown.split())  # folded over several lines or not
+    for text in ("1,100,000,000", "1,200,000,000", "123.45", "1.2500", "8.2500", "1750.00", *texts):
         assert text in shown
 
 

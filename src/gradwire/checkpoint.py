@@ -1,7 +1,8 @@
 """Checkpoints of a run: one file with all it takes to go on as if it had never stopped.
 
-Beside model, optimizer and position, that is every worker's error memory: what was not sent yet would
-otherwise be lost. The file is an ordinary `torch.save` archive (`torch.load(file)["model"]` works).
+Beside model, optimizer and position, that is every worker's error memory and row memory (gradwire.backward): what was
+not sent or not counted yet would otherwise be lost. The file is an ordinary `torch.save` archive
+(`torch.load(file)["model"]` works).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import os
 import tempfile
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Checkpoint:
     # One of each for every worker, in rank order:
     rng: list[torch.Tensor]
     error_memory: list[dict[str, Any]]
+    row_memory: list[dict[str, torch.Tensor]] = field(default_factory=list)  # older files have none
 
     @property
     def workers(self) -> int:
@@ -47,6 +49,10 @@ class Checkpoint:
         if workers == self.workers:
             return self.error_memory[rank]
         return combined(self.error_memory)
+
+    def row_memory_for(self, rank: int, workers: int) -> dict[str, torch.Tensor]:
+        """The worker's own; on another number of workers it starts empty, since rows belong to one worker's batch."""
+        return self.row_memory[rank] if workers == len(self.row_memory) else {}
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -94,7 +100,8 @@ def load(path: Path) -> Checkpoint:
         loaded = Checkpoint(**content)
     except TypeError as error:
         raise CheckpointError(f"{path} is incomplete: {error}") from error
-    if not isinstance(loaded.settings, dict) or not isinstance(loaded.error_memory, list):
+    memories = (loaded.error_memory, loaded.row_memory)
+    if not isinstance(loaded.settings, dict) or not all(isinstance(memory, list) for memory in memories):
         raise CheckpointError(f"{path} was not written by gradwire train")
     return loaded
 

@@ -54,7 +54,10 @@ def convert(
     scales = Scales(optimizer, grad_scaler)
     found = _candidates(model)
     if not found:
-        raise GradwireError("the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert")
+        raise GradwireError(
+            "the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert (subclasses are left "
+            "alone, and lazy layers until a batch has gone through them)"
+        )
     unused = sorted(p for p in choices if not any(_matches(names, p) for names, _ in found))
     if unused:
         near = ", ".join(names[0] or "the model itself" for names, _ in found[:8])

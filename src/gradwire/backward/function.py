@@ -79,7 +79,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, cast = ctx.saved_tensors
         choice, memory, scales = ctx.how
-        count = math.prod(x.shape[:-1])
+        count = math.prod(x.shape[:-1])  # a layer may have no inputs, of which -1 would make nothing
         rows, of_rows = x.reshape(count, x.shape[-1]), gradient.reshape(count, gradient.shape[-1])
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from ..errors import GradwireError
 from .choice import Choice
 from .function import LinearFunction, PointwiseFunction, in_autocast
 from .memory import RowMemory
@@ -37,15 +39,26 @@ class ChosenRows(nn.Module):
     def weight_memory_outputs(self) -> torch.Tensor | None:
         return self.memory.outputs if self.memory else None
 
-    def _approximates(self) -> bool:
-        """Exact, as ever, in eval mode, where no weight gradient is wanted, and where there are shapes alone."""
-        return self.training and torch.is_grad_enabled() and self.weight.requires_grad and not self.weight.is_meta
+    def _approximates(self, x: torch.Tensor) -> bool:
+        """Exact, as ever, in eval mode, for inputs that are no rows (nested, meta) and while a graph is recorded."""
+        if not self.training or not torch.is_grad_enabled():
+            return False
+        return not (x.is_nested or x.is_meta or torch.jit.is_tracing())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self.memory:
-            self.memory.move(self.weight.device)
+            # Of any parameter: to look at the weight itself may compute it anew, as parametrizations do.
+            self.memory.move(next(self.parameters()).device)
         return self
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if self.memory:
+            raise GradwireError(
+                "replicas of torch.nn.DataParallel would share one memory: use DistributedDataParallel, where every "
+                "process has its own, or convert with decay=0, which needs none"
+            )
+        return super()._replicate_for_data_parallel()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -91,20 +104,28 @@ class Linear(ChosenRows, nn.Linear):
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.choose(Choice(k, policy), RowMemory(decay, memory_dtype) if decay else None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._approximates():
-            return super().forward(x)
-        return _linear(in_autocast(x), self.weight, self.bias, self.choice, self.memory, self.scales)
+    # Inputs are called `input`, as torch calls them: they may be given by that name.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self._approximates(input):
+            return super().forward(input)
+        weight = self.weight  # looked at once: parametrizations compute it anew each time
+        if not weight.requires_grad:
+            return functional.linear(input, weight, self.bias)
+        return _linear(in_autocast(input), weight, self.bias, self.choice, self.memory, self.scales)
 
 
 class _Pointwise(ChosenRows):
     stride: Any
     bias: Any
+    _conv_forward: Any
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._approximates() or x.dim() != self.weight.dim():  # torch takes an image without a batch, too
-            return super().forward(x)
-        return _pointwise(in_autocast(x), self.weight, self.bias, self.stride, self.choice, self.memory, self.scales)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self._approximates(input):
+            return super().forward(input)
+        weight = self.weight
+        if not weight.requires_grad or input.dim() != weight.dim():  # torch takes an image without a batch, too
+            return self._conv_forward(input, weight, self.bias)
+        return _pointwise(in_autocast(input), weight, self.bias, self.stride, self.choice, self.memory, self.scales)
 
 
 class Conv1d(_Pointwise, nn.Conv1d):

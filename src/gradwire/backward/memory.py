@@ -38,10 +38,19 @@ class RowMemory:
             self.inputs, self.outputs = self.inputs.to(device), self.outputs.to(device)
 
     def load(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        self.inputs, self.outputs = inputs.detach().clone(), outputs.detach().clone()
+        with torch.inference_mode(False):  # what is made in that mode cannot be trained with after it
+            self.inputs, self.outputs = inputs.detach().clone(), outputs.detach().clone()
 
     def slots(self, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory of these rows, to be read and written; made or made longer where there is too little."""
+        if self.inputs is not None and self.outputs is not None:
+            mine, given = (self.inputs.shape[1], self.outputs.shape[1]), (inputs.shape[1], outputs.shape[1])
+            if mine != given:
+                raise GradwireError(
+                    f"the memory is of a layer with {mine[0]} inputs and {mine[1]} outputs, but the rows have "
+                    f"{given[0]} and {given[1]}: a RowMemory belongs to one weight; where a layer got another weight, "
+                    "call gradwire.backward.forget(model)"
+                )
         self.inputs = self._long_enough(self.inputs, inputs)
         self.outputs = self._long_enough(self.outputs, outputs)
         return _first(self.inputs, inputs.shape[0]), _first(self.outputs, outputs.shape[0])

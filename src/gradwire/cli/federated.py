@@ -29,6 +29,7 @@ OF_WORKERS = {
     "aggregate": "the server adds up: leave it out",
     "aggregator": "the server adds up: leave it out",
     "aggregator_fallback": "the server adds up: leave it out",
+    "backward": "rows that were not chosen are remembered by workers that stay: leave it out",
     "save": "federated runs have no checkpoints: leave it out",
     "save_every": "federated runs have no checkpoints: leave it out",
     "resume": "federated runs have no checkpoints: leave it out",

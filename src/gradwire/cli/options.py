@@ -9,6 +9,7 @@ from pathlib import Path
 from .. import checkpoint, tasks
 from ..errors import GradwireError, unknown_name
 from ..gradients import AGGREGATIONS
+from ..tasks import backward as rows
 from ..tasks.parallel import spelled_out, sums
 from ..tasks.settings import SHARED, Settings
 
@@ -42,6 +43,7 @@ class Options:
     aggregate: str | None
     aggregator: str | None
     aggregator_fallback: bool
+    backward: list[str] | None
 
 
 def resolve(options: Options) -> tuple[Settings, int | None]:
@@ -52,13 +54,16 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     check_values(options)
     saved = checkpoint.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
-    if saved and not set(SHARED) - {"aggregate"} <= set(before):  # older checkpoints have none
+    if saved and not set(SHARED) - {"aggregate", "backward"} <= set(before):  # older checkpoints have none
         raise checkpoint.CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
     task = options.task or before.get("task", "digits")
     defaults = tasks.find(task).defaults
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
     for codec in codecs:
         spelled_out(codec)  # a SpecError now, not in every worker
+    backward = tuple(options.backward or before.get("backward", [rows.EXACT]))
+    for spec in backward:
+        rows.parse(spec)
     if options.aggregator and not any(sums(codec) for codec in codecs):
         raise GradwireError("--aggregator adds up integers, which only --codec homomorphic sends: choose that")
     if options.aggregator and (options.sync_every or 1) > 1:
@@ -86,6 +91,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
         aggregate=options.aggregate or before.get("aggregate", "all_gather"),
         aggregator=options.aggregator,
         aggregator_fallback=options.aggregator_fallback,
+        backward=backward,
         threads=options.threads,
         json=writable(options.json, "--json"),
         save=writable(options.save, "--save"),
@@ -120,6 +126,8 @@ def check_values(options: Options) -> None:
         raise GradwireError("--save-every needs --save FILE")
     if len(options.codecs or []) > 1 and (options.save or options.resume):
         raise GradwireError("a checkpoint holds one run: give one --codec with --save or --resume")
+    if len(options.backward or []) > 1 and (options.save or options.resume):
+        raise GradwireError("a checkpoint holds one run: give one --backward with --save or --resume")
 
 
 def writable(path: Path | None, option: str) -> str | None:
@@ -136,6 +144,7 @@ def _check_same_run(settings: Settings, saved: checkpoint.Checkpoint, path: Path
         ("task", settings.task, before["task"]),
         ("codec", spelled_out(settings.codecs[0]), spelled_out(before["codecs"][0])),
         ("seed", settings.seed, before["seed"]),
+        ("backward", *(rows.spelled_out(b[0]) for b in (settings.backward, before.get("backward", [rows.EXACT])))),
     ):
         if now != then:
             raise checkpoint.CheckpointError(

@@ -17,7 +17,9 @@ class Progress:
     def __init__(self, training: Training) -> None:
         self.console = Console(quiet=training.rank != 0)
         self.first, self.last = training.step, training.last_step
-        self.codec = training.codec
+        self.name = training.codec
+        if training.converted:
+            self.name += f", {training.backward} in {plural(len(training.converted), 'layer')}"
         self.bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -30,7 +32,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self.bar.start()
-        self.row = self.bar.add_task(self.codec, total=self.last, completed=self.first, epoch="…", loss="…")
+        self.row = self.bar.add_task(self.name, total=self.last, completed=self.first, epoch="…", loss="…")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,6 +44,10 @@ class Progress:
         done, total = training.step - self.first, self.last - self.first
         if self.bar.disable and done * LINES // total > (done - 1) * LINES // total:
             self.console.print(
-                f"{self.codec}: step {training.step}/{self.last}, epoch {epoch}, loss {loss:.4f}",
+                f"{self.name}: step {training.step}/{self.last}, epoch {epoch}, loss {loss:.4f}",
                 highlight=False,
             )
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"

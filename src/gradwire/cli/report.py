@@ -11,6 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .progress import plural
+
 PHASES = ("compute", "encode", "wait", "decode")
 
 
@@ -18,35 +20,40 @@ def show(summary: dict[str, Any]) -> None:
     """One row per run: what came out and what it cost in bytes; below, where the time went."""
     runs = summary["runs"]
     first = runs[0]
-    workers = f"{summary['workers']} worker{'s' if summary['workers'] > 1 else ''}"
+    workers = plural(summary["workers"], "worker")
+    layers = max(len(run["converted"]) for run in runs)
+    names = ("codec", "backward") if layers else ("codec",)
+    converted = f"; --backward in {plural(layers, 'layer')}" if layers else ""
     metrics = [name for name in first["history"][-1] if name not in ("epoch", "step")]
     results = table(
         f"{summary['task']}: {workers}, {first['parameters']:,} parameters, "
         f"{first['steps']:,} steps, seed {summary['seed']}",
-        f"test figures; bytes per worker, over {first['measured_steps']:,} steps",
+        f"test figures; bytes per worker, over {first['measured_steps']:,} steps{converted}",
         *("\n".join(name.replace("_", " ").rsplit(" ", 1)) for name in metrics),
-        *("frame\nbytes", "wire bytes\nsent", "fp32 /\nframe", "bits per\nparameter"),
+        *("frame\nbytes", "wire bytes\nsent", "fp32 /\nframe", *([] if layers else ["bits per\nparameter"])),
+        names=names,
     )
-    times = table("Milliseconds per step", "mean over steps and workers", "total", *PHASES)
+    times = table("Milliseconds per step", "mean over steps and workers", "total", *PHASES, names=names)
     for run in runs:
         results.add_row(
-            run["codec"],
+            *(run[name] for name in names),
             *(f"{run['history'][-1][name]:.4f}" for name in metrics),
             f"{run['frame_bytes']:,.0f}",
             f"{run['wire_bytes_sent']:,.0f}",
             f"{run['ratio']:.2f}",
-            f"{run['bits_per_parameter']:.3f}",
+            *([] if layers else [f"{run['bits_per_parameter']:.3f}"]),  # 32 bits by the ratio; 80 columns are few
         )
         seconds = run["seconds_per_step"]
-        times.add_row(run["codec"], *(f"{1000 * seconds[phase]:.2f}" for phase in ("total", *PHASES)))
+        times.add_row(*(run[name] for name in names), *(f"{1000 * seconds[phase]:.2f}" for phase in ("total", *PHASES)))
     console = Console()
     console.print(results)
     console.print(times)
 
 
-def table(title: str, caption: str, *headings: str) -> Table:
+def table(title: str, caption: str, *headings: str, names: tuple[str, ...] = ("codec",)) -> Table:
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("codec", overflow="fold", min_width=10)
+    for name in names:
+        table.add_column(name, overflow="fold", min_width=10 if name == "codec" else 9)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

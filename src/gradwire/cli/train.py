@@ -27,6 +27,15 @@ def train(
         list[str] | None,
         Option(metavar="SPEC", help="NAME or NAME:KEY=VALUE,…, or auto; given again: one more run. Default: co3."),
     ] = None,
+    backward: Annotated[
+        list[str] | None,
+        Option(
+            metavar="SPEC",
+            help="Make weight gradients of linear layers from some rows of the batch: topk, weightedk or randk, with "
+            "k= (a share or a number of rows) and decay= (of the memory). Given again: one more run of each codec. "
+            "Default: none.",
+        ),
+    ] = None,
     workers: Annotated[int | None, Option(help=f"Processes to start. Default: {DEFAULT_WORKERS}.")] = None,
     epochs: Annotated[int | None, Option(help="Passes over the data. Default: the task's.")] = None,
     steps: Annotated[int | None, Option(help="Steps in all, instead of --epochs.")] = None,
@@ -123,6 +132,8 @@ def train(
 
     Ten local steps, then one sparse update: `gradwire train --codec sbc:p=0.01 --sync-every 10`
 
+    A cheaper backward pass beside the exact one: `gradwire train --backward none --backward topk:k=0.25,decay=0.9`
+
     With checkpoints: `gradwire train --task text --save run.pt --save-every 100`
 
     After a crash: `gradwire train --resume run.pt --save run.pt --save-every 100`
@@ -143,7 +154,7 @@ def train(
         raise GradwireError(f"torchrun started {world} workers: leave out --workers {workers}")
     options = Options(
         task, codec, workers, epochs, steps, batch_size, lr, seed, data_dir, json, save, save_every, resume,
-        threads, timeout, sync_every, device, aggregate, aggregator, aggregator_fallback,
+        threads, timeout, sync_every, device, aggregate, aggregator, aggregator_fallback, backward,
     )  # fmt: skip
     federation = FederatedOptions(clients, per_round, alpha, rounds, local_epochs, download, budget, rate)
     if federated:

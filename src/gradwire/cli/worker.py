@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import signal
@@ -21,7 +22,6 @@ import torch.distributed as dist
 
 from .. import __version__, checkpoint, tasks
 from ..errors import AggregateError, GradwireError
-from ..tasks.base import Task
 from ..tasks.settings import Settings
 from ..tasks.training import Training
 from . import one_line
@@ -30,7 +30,7 @@ from .report import show, write_json
 
 
 def run(settings: Settings) -> None:
-    """Train once per codec; rank 0 shows the progress and the figures."""
+    """Train once per codec and --backward; rank 0 shows the progress and the figures."""
     # Of convolutions with one input channel; it says itself that it is not an error.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     if settings.threads:
@@ -42,7 +42,8 @@ def run(settings: Settings) -> None:
     try:
         resumed = saved.step if saved else None
         _check_agreement({**settings.shared(), "data": task.data_checksum(), "resumed step": resumed})
-        runs = [_train(task, settings, codec, saved) for codec in settings.codecs]
+        asked = itertools.product(settings.codecs, settings.backward)
+        runs = [_train(Training(task, settings, codec, saved, backward)) for codec, backward in asked]
         if dist.get_rank() == 0:
             _report(settings, runs)
         dist.barrier()  # nobody leaves while another one still needs its connections
@@ -67,8 +68,7 @@ def _say_if_aggregator_is_lost() -> None:
     warnings.showwarning = show
 
 
-def _train(task: Task, settings: Settings, codec: str, saved: checkpoint.Checkpoint | None) -> dict[str, Any]:
-    training = Training(task, settings, codec, saved)
+def _train(training: Training) -> dict[str, Any]:
     with Progress(training) as progress:
         return training.run(progress.step)
 

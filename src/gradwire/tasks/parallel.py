@@ -16,6 +16,7 @@ from ..catalogue import recipe
 from ..checkpoint import CheckpointError
 from ..errors import SpecError
 from ..local_sgd import LocalSGD
+from .backward import split_state
 from .settings import Settings
 
 # torch 2.13 renamed the option, and warns of the old name.
@@ -67,7 +68,7 @@ class Delayed:
 
     def state_dict(self) -> dict[str, Any]:
         """Between two syncs the workers' models and optimizers differ, so each has its own."""
-        local = {"model": self.forward.state_dict(), "optimizer": self.optimizer.state_dict()}
+        local = {"model": split_state(self.forward)[0], "optimizer": self.optimizer.state_dict()}
         return {**self.handle.state_dict(), "local": local}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # What shapes a run: all workers must agree on it, and a checkpoint carries it.
-SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps", "sync_every", "aggregate")
+SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps", "sync_every", "aggregate", "backward")
 
 
 @dataclass(frozen=True)
 class Settings:
     task: str
-    codecs: tuple[str, ...]  # one run each, one after the other
+    codecs: tuple[str, ...]  # one run each, one after the other, with each of `backward`
     seed: int
     batch_size: int  # per worker
     lr: float
@@ -26,6 +26,7 @@ class Settings:
     aggregate: str = "all_gather"  # "auto" goes by the clock, and two runs would not be the same to the bit
     aggregator: str | None = None  # host:port of what sums the gradients of recipes that can be summed
     aggregator_fallback: bool = False
+    backward: tuple[str, ...] = ("none",)  # rows that weight gradients are made of (backward.py)
     threads: int | None = None
     json: str | None = None
     save: str | None = None
@@ -42,4 +43,4 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Settings:
         values = json.loads(text)
-        return cls(**values | {"codecs": tuple(values["codecs"])})
+        return cls(**values | {name: tuple(values[name]) for name in ("codecs", "backward")})

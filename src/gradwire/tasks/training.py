@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .. import checkpoint
 from ..checkpoint import Checkpoint, CheckpointError
 from ..errors import AggregateError, GradwireError
+from . import backward as rows
 from . import order
 from .base import Task, evaluation_sums, loss_of
 from .parallel import parallelize, spelled_out
@@ -33,8 +34,10 @@ OnStep = Callable[["Training", float], None]
 class Training:
     """A model in training on this worker; `run` takes it from where it stands to the end."""
 
-    def __init__(self, task: Task, settings: Settings, codec: str, saved: Checkpoint | None = None):
-        self.task, self.settings, self.codec = task, settings, codec
+    def __init__(
+        self, task: Task, settings: Settings, codec: str, saved: Checkpoint | None = None, backward: str = rows.EXACT
+    ):
+        self.task, self.settings, self.codec, self.backward = task, settings, codec, backward
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         self.steps_per_epoch = task.train_size // (settings.batch_size * self.workers)
         if not self.steps_per_epoch:
@@ -45,6 +48,7 @@ class Training:
         torch.manual_seed(settings.seed)
         self.device = own_device(settings.device)
         self.model = task.build_model().to(self.device)
+        self.converted = rows.convert(self.model, backward)
         self.optimizer = task.build_optimizer(self.model, settings.lr)
         self.parallel = parallelize(self.model, self.optimizer, codec, settings)
         self.handle = self.parallel.handle
@@ -78,6 +82,9 @@ class Training:
         return {
             "codec": self.codec,
             "spec": spelled_out(self.codec),
+            "backward": self.backward,
+            "backward_spec": rows.spelled_out(self.backward),
+            "converted": self.converted,
             "steps": self.step,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "digest": self._common_digest(),
@@ -127,14 +134,15 @@ class Training:
         return digests[0]
 
     def _save(self, path: Path) -> None:
-        """All workers' error memories go to rank 0, which writes the file."""
-        own = (torch.get_rng_state(), self.parallel.state_dict())
+        """All workers' memories go to rank 0, which writes the file."""
         with self.parallel.common_parameters():
-            model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            plain, row_memory = rows.split_state(self.model)
+            model = {name: tensor.clone() for name, tensor in plain.items()}
+        own = (self._rng_state(), self.parallel.state_dict(), row_memory)
         gathered: list[Any] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(own, gathered)
         if gathered:
-            rng, error_memory = zip(*gathered, strict=True)
+            rng, error_memory, memories_of_rows = zip(*gathered, strict=True)
             saved = Checkpoint(
                 settings=self.settings.shared(),
                 step=self.step,
@@ -144,6 +152,7 @@ class Training:
                 optimizer=self.optimizer.state_dict(),
                 rng=list(rng),
                 error_memory=list(error_memory),
+                row_memory=list(memories_of_rows),
             )
             checkpoint.save(path, saved)
 
@@ -154,14 +163,31 @@ class Training:
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint holds another model: {error}") from error
         self.parallel.load_state_dict(saved.error_memory_for(self.rank, self.workers))
+        try:  # at last, since a state without row memories empties them
+            self.model.load_state_dict(self.model.state_dict() | saved.row_memory_for(self.rank, self.workers))
+        except RuntimeError as error:
+            raise CheckpointError(f"the checkpoint holds another model: {error}") from error
         self.step, self.epoch = saved.step, saved.epoch
         # On other workers or with another batch size, go on after the examples that were seen already.
         seen = saved.step_in_epoch * saved.settings["batch_size"] * saved.workers
         self.step_in_epoch = min(seen // (self.settings.batch_size * self.workers), self.steps_per_epoch - 1)
         if saved.workers == self.workers:
-            torch.set_rng_state(saved.rng[self.rank])
+            self._set_rng_state(saved.rng[self.rank])
         else:
             torch.manual_seed(order.derived_seed(self.settings.seed, self.step, self.rank))
+
+    def _rng_state(self) -> torch.Tensor:
+        """That of the CPU; on a GPU, followed by that of the GPU, which draws rows there."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return torch.cat(states)
+
+    def _set_rng_state(self, state: torch.Tensor) -> None:
+        of_cpu = len(torch.get_rng_state())
+        torch.set_rng_state(state[:of_cpu])
+        if self.device.type == "cuda" and len(state) > of_cpu:
+            torch.cuda.set_rng_state(state[of_cpu:], self.device)
 
     def _steps_to_epoch(self, epoch: int) -> int:
         return (epoch - self.epoch) * self.steps_per_epoch - self.step_in_epoch
