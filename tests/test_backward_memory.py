@@ -81,7 +81,7 @@ def test_one_memory_is_of_one_layer():
         y = gradwire.backward.linear(rows(8, 0)[0], weight, k=2, memory=memory)
         if outputs == 5:
             y.sum().backward()
-    with pytest.raises(GradwireError, match="a RowMemory of its own"):
+    with pytest.raises(GradwireError, match="a RowMemory belongs to one weight"):
         y.sum().backward()
 
 

@@ -58,11 +58,6 @@ class RowMemory:
     def _long_enough(self, memory: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.dtype or torch.promote_types(rows.dtype, torch.float32)
         have = 0 if memory is None else memory.shape[0]
-        if memory is not None and memory.shape[1] != rows.shape[1]:
-            raise GradwireError(
-                f"rows of {rows.shape[1]} do not fit into a memory of rows of {memory.shape[1]}: give every layer a "
-                "RowMemory of its own"
-            )
         if memory is not None and have >= rows.shape[0] and memory.device == rows.device and memory.dtype == dtype:
             return memory
         longer = torch.zeros(max(have, len(rows)), rows.shape[1], dtype=dtype, device=rows.device)
