@@ -207,5 +207,6 @@ NB_MODULE(_native, m) {
     bind_grid(m);
     bind_homomorphic(m);
     bind_levels(m);
+    bind_rows(m);
     bind_sparse(m);
 }

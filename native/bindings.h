@@ -63,6 +63,7 @@ void bind_aggregator(nb::module_& m);
 void bind_grid(nb::module_& m);
 void bind_levels(nb::module_& m);
 void bind_homomorphic(nb::module_& m);
+void bind_rows(nb::module_& m);
 void bind_sparse(nb::module_& m);
 
 }  // namespace gradwire

@@ -33,7 +33,7 @@ sanitized() {
 sanitized -c 'import sys; from gradwire import _native; assert _native.__file__.startswith(sys.argv[1]), _native.__file__' "$build"
 # capture=sys: pytest would otherwise keep what the sanitizer says to itself, and die with it.
 sanitized -m pytest -p no:cacheprovider --capture=sys tests/test_native.py tests/test_positions.py tests/test_grid.py tests/test_sparse.py \
-  tests/test_levels.py tests/test_sketch.py tests/test_aggregator.py tests/test_aggregator_faults.py
+  tests/test_levels.py tests/test_rows.py tests/test_sketch.py tests/test_aggregator.py tests/test_aggregator_faults.py
 if [ -e tests/fuzz_decode.py ]; then
   # The peak memory says little here: freed memory is kept for a while to see that nobody uses it.
   sanitized tests/fuzz_decode.py --frames "$frames" --max-growth-mb 4000

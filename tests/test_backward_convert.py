@@ -87,6 +87,13 @@ def test_evaluation_is_exact():
     assert converted(model)["head"].memory.inputs is None
 
 
+def test_shapes_alone():
+    """Models on the meta device are run to count parameters and operations."""
+    model = convert(Net().to("meta"), 0.25)
+    model(torch.empty(7, 6, device="meta")).sum().backward()
+    assert model.head.weight.grad.shape == (3, 8) and model.head.memory.bytes == 0
+
+
 def test_names():
     model = convert(Net(), {"head": None, "blocks.*": 0.25, "*": 3})
     assert {name: layer.choice.k for name, layer in converted(model).items()} == {

@@ -38,8 +38,9 @@ class Choice:
 
     def pick(self, scores: torch.Tensor) -> torch.Tensor:
         """The indexes of the chosen rows, ascending; `scores` are the norms of their outer products."""
-        count = self.count(len(scores))
-        if count == len(scores):
+        rows = scores.shape[0]
+        count = self.count(rows)
+        if count == rows:
             return torch.arange(count, device=scores.device)
         return self._keys(scores).topk(count, sorted=False).indices.sort().values
 

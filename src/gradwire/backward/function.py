@@ -31,10 +31,11 @@ def weight_gradient(
 ) -> torch.Tensor:
     """out × in, from inputs [rows, in] and the gradients of outputs [rows, out]; the memory goes on by one batch."""
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
-    count = choice.count(len(inputs))
+    rows = inputs.shape[0]
+    count = choice.count(rows)
     if factors is None or not count:
         return outputs.new_zeros(outputs.shape[1], inputs.shape[1])
-    if count == len(inputs) and (memory is None or memory.inputs is None):  # nothing is or will be remembered
+    if count == rows and (memory is None or memory.inputs is None):  # nothing is or will be remembered
         return outputs.t() @ inputs
     old_inputs = old_outputs = None
     if memory is None:
@@ -45,12 +46,19 @@ def weight_gradient(
     of_inputs = kernels.row_norms(inputs, old_inputs, keep, factors.inputs)
     of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
     chosen = choice.pick(of_inputs * of_outputs)
-    # A row that its own dtype cannot hold counts as not finite; comparisons with NaN are false.
-    fits = (of_inputs * factors.chosen_inputs <= torch.finfo(inputs.dtype).max).all()
-    fits &= (of_outputs * factors.chosen_outputs <= torch.finfo(outputs.dtype).max).all()
+    # A row that its own dtype or the memory's cannot hold counts as not finite; comparisons with NaN are false. As few
+    # operations as possible: on a GPU each costs a launch.
+    most = _largest(inputs, old_inputs, factors.chosen_inputs), _largest(outputs, old_outputs, factors.chosen_outputs)
+    fits = ((of_inputs <= most[0]) & (of_outputs <= most[1])).all()
     a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, factors.chosen_inputs, chosen, fits)
     b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.chosen_outputs, chosen, fits)
     return b.t() @ a
+
+
+def _largest(rows: torch.Tensor, memory: torch.Tensor | None, factor: float) -> float:
+    """The largest norm of a row that fits both into the memory and, times `factor`, among the chosen rows."""
+    most = torch.finfo(rows.dtype).max / factor
+    return most if memory is None else min(most, torch.finfo(memory.dtype).max)
 
 
 class LinearFunction(torch.autograd.Function):

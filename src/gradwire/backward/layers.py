@@ -76,17 +76,18 @@ class ChosenRows(nn.Module):
         unexpected[:] = [key for key in unexpected if key not in own]
         if not self.memory:
             return
-        inputs, outputs = (state.get(key) for key in own)
-        if inputs is None or outputs is None:
+        found = [state[key] for key in own if key in state]
+        if not found:
             return self.memory.clear()
-        shapes = [(len(inputs), self.weight.shape[1]), (len(inputs), self.weight.shape[0])]
-        if [tuple(inputs.shape), tuple(outputs.shape)] != shapes:
+        shapes = [tuple(memory.shape) for memory in found]
+        wanted = self.weight.shape[1], self.weight.shape[0]
+        if shapes != [(*shapes[0][:1], size) for size in wanted]:
             errors.append(
-                f"{prefix}weight: its row memory has the shapes {tuple(inputs.shape)} and {tuple(outputs.shape)}, but "
-                f"the layer needs {shapes[0]} and {shapes[1]}"
+                f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs "
+                f"as many rows of {wanted[0]} as rows of {wanted[1]}"
             )
         else:
-            self.memory.load(inputs.to(self.weight.device), outputs.to(self.weight.device))
+            self.memory.load(*(memory.to(self.weight.device) for memory in found))
 
     def extra_repr(self) -> str:
         decay = self.memory.decay if self.memory else 0

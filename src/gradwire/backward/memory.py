@@ -53,14 +53,18 @@ class RowMemory:
                 )
         self.inputs = self._long_enough(self.inputs, inputs)
         self.outputs = self._long_enough(self.outputs, outputs)
-        return self.inputs[: len(inputs)], self.outputs[: len(outputs)]
+        return _first(self.inputs, inputs.shape[0]), _first(self.outputs, outputs.shape[0])
 
     def _long_enough(self, memory: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.dtype or torch.promote_types(rows.dtype, torch.float32)
-        have = 0 if memory is None else len(memory)
-        if memory is not None and have >= len(rows) and memory.device == rows.device and memory.dtype == dtype:
+        have = 0 if memory is None else memory.shape[0]
+        if memory is not None and have >= rows.shape[0] and memory.device == rows.device and memory.dtype == dtype:
             return memory
         longer = torch.zeros(max(have, len(rows)), rows.shape[1], dtype=dtype, device=rows.device)
         if memory is not None:
             longer[:have] = memory
         return longer
+
+
+def _first(memory: torch.Tensor, count: int) -> torch.Tensor:
+    return memory if memory.shape[0] == count else memory[:count]

@@ -18,7 +18,8 @@ def take_rows(
 ) -> torch.Tensor:  # fmt: skip
     """The chosen rows of keep·memory + scale·rows, times gain, in the dtype of `rows`; the memory keeps the others.
 
-    Chosen rows of the memory become zero. Where `finite` is false the memory stays as it is, and the outcome is NaN.
+    `chosen` is ascending. Chosen rows of the memory become zero. Where `finite` is false the memory stays as it is, and
+    the outcome is NaN.
     """
     joined = _joined(rows, memory, keep, scale)
     taken = (joined[chosen] * gain).to(rows.dtype)

@@ -1,0 +1,225 @@
+"""Time of weight gradients from K of M rows, beside the exact matrix product, in one run.
+
+    python benchmarks/backward.py [--device cuda --dtype bfloat16] [--json benchmarks/results/backward_cpu.json]
+    python benchmarks/backward.py --shapes 64,256,256 256,1024,1024 --rounds 15     # where does it stop paying?
+
+A shape is rows, inputs, outputs of a layer. Norms, choice, memory and product are all in the time. Each round measures
+every contestant once, small ones many times in a row; medians count, and the best is beside them. Columns:
+
+- floor: the product of K rows alone, and each byte that has to move at the speed of torch's copy of a large tensor;
+- norms, choose, take: parts of the time, measured apart (on a GPU with a wait after each); the product is in the rest.
+
+The last lines of a table are whole backward passes of a layer (gradients of weight, bias and input).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire
+from backward_report import progress, show
+from gradwire import kernels
+from gradwire.backward import POLICIES, RowMemory
+from gradwire.backward.choice import Choice
+from gradwire.backward.function import weight_gradient
+from gradwire.backward.scales import Factors
+from machine import processor
+
+SHAPES = ["4096,1024,4096", "16384,4096,4096"]
+LEAST = 0.01  # seconds of a sample: what is quicker is repeated
+PARTS = ("norms", "choose", "take")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Task = Callable[[], object]
+
+
+class Clock:
+    """Seconds of a task; on a GPU those of the stream, waits for the CPU included."""
+
+    def __init__(self, device: str):
+        self.cuda = device == "cuda"
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, task: Task, repeat: int) -> float:
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(repeat):
+            task()
+        self.wait()
+        return (time.perf_counter() - start) / repeat
+
+    def repeats(self, task: Task) -> int:
+        task()  # compiles kernels, touches memory for the first time
+        return max(1, math.ceil(LEAST / self.seconds(task, 1)))
+
+
+class Layer:
+    """Tensors of one shape, and what is measured with them: name → task."""
+
+    def __init__(self, shape: tuple[int, int, int], options: argparse.Namespace):
+        self.rows, self.width, self.out = shape
+        self.options, self.dtype = options, DTYPES[options.dtype]
+        torch.manual_seed(0)
+        make = {"device": options.device, "dtype": self.dtype}
+        self.x = torch.randn(self.rows, self.width, **make)
+        self.d = torch.randn(self.rows, self.out, **make)
+        # One for all contestants, as it is large; times do not depend on what is in it.
+        self.memory = RowMemory(dtype=DTYPES[options.memory_dtype])
+        self.tasks: dict[str, Task] = {"exact": lambda: self.d.t() @ self.x}
+        for share in options.shares:
+            self.tasks[f"product {share}"] = self._product_alone(Choice(share).count(self.rows))
+            for policy in options.policies:
+                for memory in (self.memory, None):
+                    self.tasks[label(policy, share, memory)] = self._approximate(Choice(share, policy), memory)
+        linear = torch.nn.Linear(self.width, self.out, **make)
+        self.tasks["layer exact"] = self._backward(linear)
+        for share in options.shares:
+            own = gradwire.backward.convert(copy.deepcopy(linear), k=share)
+            own.memory = self.memory
+            self.tasks[f"layer {share}"] = self._backward(own)
+
+    def _product_alone(self, count: int) -> Task:
+        a, b = self.x[:count], self.d[:count]
+        return lambda: b.t() @ a
+
+    def _approximate(self, choice: Choice, memory: RowMemory | None) -> Task:
+        return lambda: weight_gradient(self.x, self.d, choice, memory, Factors())
+
+    def _backward(self, layer: torch.nn.Module) -> Task:
+        x = self.x.detach().requires_grad_()
+        y = layer(x)
+        wanted = [x, *layer.parameters()]
+        return lambda: torch.autograd.grad(y, wanted, self.d, retain_graph=True)
+
+    def bytes(self, share: float, with_memory: bool) -> int:
+        """That have to move: every row once for its norm; then the chosen ones, and with a memory all once more."""
+        of_row, of_slot = self.x.element_size(), DTYPES[self.options.memory_dtype].itemsize
+        count, columns = Choice(share).count(self.rows), self.width + self.out
+        if with_memory:
+            return columns * (self.rows * (2 * of_row + 3 * of_slot) + count * of_row)
+        return columns * (self.rows * of_row + 2 * count * of_row)
+
+
+def label(policy: str, share: float, memory: RowMemory | None) -> str:
+    return f"{policy} {share} {'memory' if memory else 'none'}"
+
+
+@contextlib.contextmanager
+def timed_parts(clock: Clock) -> Iterator[dict[str, float]]:
+    """Seconds in the kernels and in the choice, of what is done meanwhile."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def timed(part: str, function: Callable) -> Callable:
+        def inner(*arguments: Any) -> Any:
+            clock.wait()
+            start = time.perf_counter()
+            outcome = function(*arguments)
+            clock.wait()
+            spent[part] += time.perf_counter() - start
+            return outcome
+
+        return inner
+
+    places = [(kernels, "row_norms"), (Choice, "pick"), (kernels, "take_rows")]
+    before = [getattr(place, name) for place, name in places]
+    try:
+        for (place, name), function, part in zip(places, before, PARTS, strict=True):
+            setattr(place, name, timed(part, function))
+        yield spent
+    finally:
+        for (place, name), function in zip(places, before, strict=True):
+            setattr(place, name, function)
+
+
+def bandwidth(clock: Clock, device: str) -> float:
+    """Bytes per second, read and written, of torch's copy of 256 MB."""
+    source, target = (torch.ones(1 << 26, device=device) for _ in range(2))
+    clock.repeats(lambda: target.copy_(source))
+    return 2 * source.nbytes / min(clock.seconds(lambda: target.copy_(source), 1) for _ in range(10))
+
+
+def measure(layer: Layer, clock: Clock, speed: float, advance: Callable[[], None]) -> dict[str, Any]:
+    tasks, rounds = layer.tasks, layer.options.rounds
+    repeats = {name: clock.repeats(task) for name, task in tasks.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    parts: dict[str, dict[str, list[float]]] = {}
+    for _ in range(rounds):
+        for name, task in tasks.items():
+            seconds[name].append(clock.seconds(task, repeats[name]))
+            if name.startswith(POLICIES):
+                with timed_parts(clock) as spent:
+                    for _ in range(repeats[name]):
+                        task()
+                for part, value in spent.items():
+                    parts.setdefault(name, {}).setdefault(part, []).append(value / repeats[name])
+            advance()
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    table = {}
+    for name in tasks:
+        exact = "layer exact" if name.startswith("layer") else "exact"
+        best = min(seconds[name])
+        table[name] = {"ms": 1e3 * middle[name], "best_ms": 1e3 * best, "times_exact": middle[exact] / middle[name]}
+        table[name]["best_times_exact"] = min(seconds[exact]) / best
+        if name in parts:
+            _, share, memory = name.split()
+            moved = layer.bytes(float(share), memory == "memory") / speed
+            table[name]["floor_ms"] = 1e3 * (middle[f"product {share}"] + moved)
+            for part, values in parts[name].items():
+                table[name][f"{part}_ms"] = 1e3 * statistics.median(values)
+    return {"rows": layer.rows, "inputs": layer.width, "outputs": layer.out, "tasks": table}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    clock = Clock(options.device)
+    speed = bandwidth(clock, options.device)
+    cuda = options.device == "cuda"
+    result: dict[str, Any] = {
+        "device": options.device, "machine": torch.cuda.get_device_name() if cuda else processor(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "dtype": options.dtype, "memory_dtype": options.memory_dtype,
+        "copy_gb_per_s": speed / 1e9, "shapes": [],
+    }  # fmt: skip
+    for shape in options.shapes:
+        rows, width, out = (int(part) for part in shape.split(","))
+        layer = Layer((rows, width, out), options)
+        result["kernels"] = kernels.rows._kernels(layer.x, None).__name__
+        with progress(f"{rows} rows, {width} → {out}", len(layer.tasks) * options.rounds) as advance:
+            result["shapes"].append(measure(layer, clock, speed, advance))
+        show(result, result["shapes"][-1])
+        del layer
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--memory-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="ROWS,INPUTS,OUTPUTS")
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.25, 0.125], metavar="K/M")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="keep the result in this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result = run(options)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+// The loops over rows, compiled once per instruction set: N numbers at a time, as many as a register has doubles.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "rows.h"
+
+namespace gradwire {
+namespace {  // one copy per instruction set
+
+using Half = uint16_t;  // the bits of a bf16 number: the upper half of an fp32 one
+constexpr int kSums = 16;
+
+// Vectors of so many numbers; written out, since gcc knows no vectors whose size is a template's parameter.
+struct Of1 {
+    static constexpr int count = 1;
+    typedef float Floats __attribute__((vector_size(4)));
+    typedef double Doubles __attribute__((vector_size(8)));
+    typedef uint32_t Words __attribute__((vector_size(4)));
+    typedef Half Halves __attribute__((vector_size(2)));
+};
+struct Of2 {
+    static constexpr int count = 2;
+    typedef float Floats __attribute__((vector_size(8)));
+    typedef double Doubles __attribute__((vector_size(16)));
+    typedef uint32_t Words __attribute__((vector_size(8)));
+    typedef Half Halves __attribute__((vector_size(4)));
+};
+struct Of4 {
+    static constexpr int count = 4;
+    typedef float Floats __attribute__((vector_size(16)));
+    typedef double Doubles __attribute__((vector_size(32)));
+    typedef uint32_t Words __attribute__((vector_size(16)));
+    typedef Half Halves __attribute__((vector_size(8)));
+};
+struct Of8 {
+    static constexpr int count = 8;
+    typedef float Floats __attribute__((vector_size(32)));
+    typedef double Doubles __attribute__((vector_size(64)));
+    typedef uint32_t Words __attribute__((vector_size(32)));
+    typedef Half Halves __attribute__((vector_size(16)));
+};
+
+template <class V>
+struct Wide : V {
+    using typename V::Floats, typename V::Doubles, typename V::Words, typename V::Halves;
+
+    static Floats load(const float* at) {
+        Floats x;
+        std::memcpy(&x, at, sizeof x);
+        return x;
+    }
+    static Floats load(const Half* at) {
+        Halves x;
+        std::memcpy(&x, at, sizeof x);
+        return (Floats)(__builtin_convertvector(x, Words) << 16);
+    }
+    static void store(float* at, Floats x) { std::memcpy(at, &x, sizeof x); }
+    static void store(Half* at, Floats x) {
+        const Words bits = (Words)x, nan = (bits >> 16) | 0x40u;
+        const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+        const Words is_nan = (Words)((bits & 0x7fffffffu) > 0x7f800000u);
+        const Halves half = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), Halves);
+        std::memcpy(at, &half, sizeof half);
+    }
+};
+
+// One row: keep·memory + scale·row. Memory is void where nothing is remembered.
+template <class Row, class Memory>
+struct Joined {
+    const Row* row;
+    Memory* memory;
+    float keep, scale;
+
+    Joined(const Rows& r, size_t j)
+        : row(static_cast<const Row*>(r.rows) + j * r.columns), memory(nullptr), keep(r.keep), scale(r.scale) {
+        if constexpr (!std::is_void_v<Memory>) memory = static_cast<Memory*>(r.memory) + j * r.columns;
+    }
+    template <class V>
+    typename V::Floats at(size_t i) const {
+        const typename V::Floats entered = Wide<V>::load(row + i) * scale;
+        if constexpr (std::is_void_v<Memory>)
+            return entered;
+        else
+            return Wide<V>::load(memory + i) * keep + entered;
+    }
+};
+
+// step(i, vectors) for columns from 0 to n, with vectors of one number where fewer are left.
+template <class V, class Step>
+inline void each_column(size_t n, Step step) {
+    size_t i = 0;
+    for (; i + V::count <= n; i += V::count) step(i, V());
+    for (; i < n; i++) step(i, Of1());
+}
+
+template <class V, class Row, class Memory>
+void norms_of(const Rows& rows, size_t first, size_t last, double* norms) {
+    using Doubles = typename V::Doubles;
+    constexpr int N = V::count;
+    const Rows r = rows;  // a copy: stores could otherwise change it
+    for (size_t j = first; j < last; j++) {
+        const Joined<Row, Memory> joined(r, j);
+        Doubles part[kSums / N] = {};
+        size_t i = 0;
+        for (; i + kSums <= r.columns; i += kSums)
+            for (int v = 0; v < kSums / N; v++) {
+                const auto u = __builtin_convertvector(joined.template at<V>(i + size_t(v * N)), Doubles);
+                part[v] += u * u;
+            }
+        double sums[kSums];
+        std::memcpy(sums, part, sizeof sums);
+        for (; i < r.columns; i++) {
+            const double u = joined.template at<Of1>(i)[0];
+            sums[i % kSums] += u * u;
+        }
+        for (int half = kSums / 2; half; half /= 2)
+            for (int s = 0; s < half; s++) sums[s] += sums[s + half];
+        norms[j] = std::sqrt(sums[0]);
+    }
+}
+
+template <class V, class Row, class Memory>
+void take_from(const Rows& rows, size_t first, size_t last, float gain, const int64_t* chosen, size_t n, void* taken) {
+    const Rows r = rows;
+    Row* out = static_cast<Row*>(taken);
+    const auto take = [&](size_t j) {
+        const Joined<Row, Memory> joined(r, j);
+        each_column<V>(r.columns, [&](size_t i, auto v) {
+            Wide<decltype(v)>::store(out + i, joined.template at<decltype(v)>(i) * gain);
+        });
+        out += r.columns;
+    };
+    if constexpr (std::is_void_v<Memory>) {
+        for (size_t c = 0; c < n; c++) take(size_t(chosen[c]));
+    } else {
+        size_t c = 0;
+        for (size_t j = first; j < last; j++) {
+            const Joined<Row, Memory> joined(r, j);
+            if (c < n && size_t(chosen[c]) == j) {
+                take(j);
+                std::memset(joined.memory, 0, r.columns * sizeof(Memory));
+                c++;
+            } else {
+                each_column<V>(r.columns, [&](size_t i, auto v) {
+                    Wide<decltype(v)>::store(joined.memory + i, joined.template at<decltype(v)>(i));
+                });
+            }
+        }
+    }
+}
+
+// Which of the six kinds these rows are.
+template <class F>
+inline void by_types(const Rows& r, F f) {
+    const auto by_memory = [&](auto row) {
+        using Row = decltype(row);
+        if (!r.memory)
+            f(std::common_type<Row>(), std::common_type<void>());
+        else if (r.half_memory)
+            f(std::common_type<Row>(), std::common_type<Half>());
+        else
+            f(std::common_type<Row>(), std::common_type<float>());
+    };
+    r.half_rows ? by_memory(Half()) : by_memory(float());
+}
+
+template <class V>
+constexpr RowKernels row_kernels() {
+    return {
+        [](const Rows& r, size_t first, size_t last, double* norms) {
+            by_types(r, [&](auto row, auto memory) {
+                norms_of<V, typename decltype(row)::type, typename decltype(memory)::type>(r, first, last, norms);
+            });
+        },
+        [](const Rows& r, size_t first, size_t last, float gain, const int64_t* chosen, size_t n, void* taken) {
+            by_types(r, [&](auto row, auto memory) {
+                take_from<V, typename decltype(row)::type, typename decltype(memory)::type>(r, first, last, gain,
+                                                                                            chosen, n, taken);
+            });
+        },
+    };
+}
+
+}  // namespace
+}  // namespace gradwire
