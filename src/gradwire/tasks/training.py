@@ -20,7 +20,7 @@ from .. import checkpoint
 from ..checkpoint import Checkpoint, CheckpointError
 from ..errors import AggregateError, GradwireError
 from . import backward as rows
-from . import order
+from . import order, rng
 from .base import Task, evaluation_sums, loss_of
 from .parallel import parallelize, spelled_out
 from .results import summarize
@@ -138,11 +138,11 @@ class Training:
         with self.parallel.common_parameters():
             plain, row_memory = rows.split_state(self.model)
             model = {name: tensor.clone() for name, tensor in plain.items()}
-        own = (self._rng_state(), self.parallel.state_dict(), row_memory)
+        own = (rng.state(self.device), self.parallel.state_dict(), row_memory)
         gathered: list[Any] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(own, gathered)
         if gathered:
-            rng, error_memory, memories_of_rows = zip(*gathered, strict=True)
+            generators, error_memory, memories_of_rows = zip(*gathered, strict=True)
             saved = Checkpoint(
                 settings=self.settings.shared(),
                 step=self.step,
@@ -150,7 +150,7 @@ class Training:
                 step_in_epoch=self.step_in_epoch,
                 model=model,
                 optimizer=self.optimizer.state_dict(),
-                rng=list(rng),
+                rng=list(generators),
                 error_memory=list(error_memory),
                 row_memory=list(memories_of_rows),
             )
@@ -172,22 +172,9 @@ class Training:
         seen = saved.step_in_epoch * saved.settings["batch_size"] * saved.workers
         self.step_in_epoch = min(seen // (self.settings.batch_size * self.workers), self.steps_per_epoch - 1)
         if saved.workers == self.workers:
-            self._set_rng_state(saved.rng[self.rank])
+            rng.restore(self.device, saved.rng[self.rank])
         else:
             torch.manual_seed(order.derived_seed(self.settings.seed, self.step, self.rank))
-
-    def _rng_state(self) -> torch.Tensor:
-        """That of the CPU; on a GPU, followed by that of the GPU, which draws rows there."""
-        states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        return torch.cat(states)
-
-    def _set_rng_state(self, state: torch.Tensor) -> None:
-        of_cpu = len(torch.get_rng_state())
-        torch.set_rng_state(state[:of_cpu])
-        if self.device.type == "cuda" and len(state) > of_cpu:
-            torch.cuda.set_rng_state(state[of_cpu:], self.device)
 
     def _steps_to_epoch(self, epoch: int) -> int:
         return (epoch - self.epoch) * self.steps_per_epoch - self.step_in_epoch
