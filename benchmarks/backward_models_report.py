@@ -125,6 +125,8 @@ def plot(groups: dict[tuple[Any, ...], dict[str, list[Record]]], share_of_rows: 
     figure, axes = pyplot.subplots(lines, 2, figsize=(12, 4.5 * lines), squeeze=False)
     for axis in axes.flat[len(shown) :]:
         axis.remove()
+    names = sorted({name(settings(variant)) for group in shown.values() for variant in group} - {EXACT})
+    colours = {EXACT: "black"} | {label: f"C{i}" for i, label in enumerate(names)}  # the same in all panels
     for axis, (key, group) in zip(axes.flat, shown.items(), strict=False):
         for variant in sorted(group, key=order):
             s, runs = settings(variant), of_kind(group[variant], "train")
@@ -134,8 +136,8 @@ def plot(groups: dict[tuple[Any, ...], dict[str, list[Record]]], share_of_rows: 
             losses = [
                 statistics.fmean(values) for values in zip(*([p[1] for p in r["curve"]] for r in runs), strict=True)
             ]
-            style = {"color": "black", "linewidth": 2} if variant == EXACT else {"linewidth": 1}
-            axis.plot(steps, losses, label=name(s), **style)
+            label = name(s)
+            axis.plot(steps, losses, label=label, color=colours[label], linewidth=2 if variant == EXACT else 1)
         low = min(r["curve"][-1][1] for r in of_kind(group[EXACT], "train"))
         first = of_kind(group[EXACT], "train")[0]["curve"][1][1]
         axis.set(
@@ -146,7 +148,7 @@ def plot(groups: dict[tuple[Any, ...], dict[str, list[Record]]], share_of_rows: 
         axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:

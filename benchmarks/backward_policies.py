@@ -54,7 +54,7 @@ def train(folder: Path, run: Run) -> dict[str, Any]:
     """One training; its validation score over time, and the largest outer product that is left in the memory."""
     torch.set_num_threads(1)
     problem = PROBLEMS[run.problem]
-    data = load(problem.data, folder)
+    data = load(problem.data, folder, problem.centred)
     torch.manual_seed(run.seed)
     model = torch.nn.Linear(data.inputs.shape[1], problem.classes)
     optimizer = build_optimizer(run.optimizer, model, problem.lr)
