@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import kernels
 from ..errors import SpecError, unknown_name
 
 POLICIES = ("topk", "weightedk", "randk")
@@ -42,7 +43,7 @@ class Choice:
         count = self.count(rows)
         if count == rows:
             return torch.arange(count, device=scores.device)
-        return self._keys(scores).topk(count, sorted=False).indices.sort().values
+        return kernels.largest(self._keys(scores), count)
 
     def _keys(self, scores: torch.Tensor) -> torch.Tensor:
         """Keys whose largest K are the choice."""

@@ -37,28 +37,25 @@ def weight_gradient(
         return outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     if count == rows and (memory is None or memory.inputs is None):  # nothing is or will be remembered
         return outputs.t() @ inputs
-    old_inputs = old_outputs = None
     if memory is None:
-        factors, keep = Factors(), 1.0
+        keep, a, b = 1.0, _side(inputs), _side(outputs)
     else:
-        keep = math.sqrt(memory.decay)
-        old_inputs, old_outputs = memory.slots(inputs, outputs)
-    of_inputs = kernels.row_norms(inputs, old_inputs, keep, factors.inputs)
-    of_outputs = kernels.row_norms(outputs, old_outputs, keep, factors.outputs)
-    chosen = choice.pick(of_inputs * of_outputs)
-    # A row that its own dtype or the memory's cannot hold counts as not finite; comparisons with NaN are false. As few
-    # operations as possible: on a GPU each costs a launch.
-    most = _largest(inputs, old_inputs, factors.chosen_inputs), _largest(outputs, old_outputs, factors.chosen_outputs)
-    fits = ((of_inputs <= most[0]) & (of_outputs <= most[1])).all()
-    a = kernels.take_rows(inputs, old_inputs, keep, factors.inputs, factors.chosen_inputs, chosen, fits)
-    b = kernels.take_rows(outputs, old_outputs, keep, factors.outputs, factors.chosen_outputs, chosen, fits)
-    return b.t() @ a
+        keep, (old_inputs, old_outputs) = math.sqrt(memory.decay), memory.slots(inputs, outputs)
+        a = _side(inputs, old_inputs, factors.inputs, factors.chosen_inputs)
+        b = _side(outputs, old_outputs, factors.outputs, factors.chosen_outputs)
+    scores = kernels.join_rows(a, b, keep)
+    taken = kernels.take_rows(a, b, choice.pick(scores), scores.sum())
+    return taken[1].t() @ taken[0]
 
 
-def _largest(rows: torch.Tensor, memory: torch.Tensor | None, factor: float) -> float:
-    """The largest norm of a row that fits both into the memory and, times `factor`, among the chosen rows."""
-    most = torch.finfo(rows.dtype).max / factor
-    return most if memory is None else min(most, torch.finfo(memory.dtype).max)
+def _side(
+    rows: torch.Tensor, memory: torch.Tensor | None = None, scale: float = 1.0, gain: float = 1.0
+) -> kernels.Side:
+    """A row that its own dtype or the memory's cannot hold counts as not finite."""
+    most = torch.finfo(rows.dtype).max
+    if memory is not None:
+        most = min(most / gain, torch.finfo(memory.dtype).max)
+    return kernels.Side(rows, memory, scale, gain, most)
 
 
 class LinearFunction(torch.autograd.Function):

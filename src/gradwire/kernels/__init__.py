@@ -11,7 +11,7 @@ import os
 import warnings
 
 from .reference import *  # noqa: F403
-from .rows import row_norms, take_rows  # noqa: F401
+from .rows import Side, join_rows, largest, take_rows  # noqa: F401
 
 if not os.environ.get("GRADWIRE_NO_NATIVE"):
     try:

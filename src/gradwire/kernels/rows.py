@@ -11,27 +11,32 @@ from types import ModuleType
 import torch
 
 from .reference import rows as reference
+from .reference.rows import Side
 
-__all__ = ["row_norms", "take_rows"]
+__all__ = ["Side", "join_rows", "largest", "take_rows"]
 
 
-def row_norms(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
-    return _kernels(rows, memory).row_norms(rows, memory, keep, scale)
+def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
+    return _kernels(inputs, outputs).join_rows(inputs, outputs, keep)
 
 
 def take_rows(
-    rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float, gain: float,
-    chosen: torch.Tensor, finite: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    return _kernels(rows, memory).take_rows(rows, memory, keep, scale, gain, chosen, finite)
+    inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _kernels(inputs, outputs).take_rows(inputs, outputs, chosen, total)
 
 
-take_rows.__doc__, row_norms.__doc__ = reference.take_rows.__doc__, reference.row_norms.__doc__
+def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    return _of_device(keys.device.type).largest(keys, count)
 
 
-def _kernels(rows: torch.Tensor, memory: torch.Tensor | None) -> ModuleType:
-    found = _of_device(rows.device.type)
-    return found if found is not reference and found.can(rows, memory) else reference
+for kernel in (join_rows, take_rows, largest):
+    kernel.__doc__ = getattr(reference, kernel.__name__).__doc__
+
+
+def _kernels(inputs: Side, outputs: Side) -> ModuleType:
+    found = _of_device(inputs.rows.device.type)
+    return found if found is not reference and found.can(inputs) and found.can(outputs) else reference
 
 
 @cache

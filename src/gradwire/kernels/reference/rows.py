@@ -1,37 +1,68 @@
-"""Rows of a batch: their norms with what is remembered of them, and the choice of some of them."""
+"""Rows of a batch: joined with what is remembered of them, scored, and some of them taken out again.
+
+A layer has two sides, its inputs and the gradients of its outputs; row j of one and row j of the other make an outer
+product. Both sides go through a kernel together, since a row that one of them cannot hold must not change the other.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-__all__ = ["row_norms", "take_rows"]
+__all__ = ["Side", "join_rows", "largest", "take_rows"]
 
 
-def row_norms(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
-    """‖keep·memory + scale·rows‖ of each row, in fp64: squares of small fp32 numbers would be zero."""
-    return torch.linalg.vector_norm(_joined(rows, memory, keep, scale), dim=1, dtype=torch.float64)
+class Side(NamedTuple):
+    rows: torch.Tensor  # [count, columns]
+    memory: torch.Tensor | None  # as many rows; None on both sides or on neither
+    scale: float = 1.0  # of rows on their way into the memory
+    gain: float = 1.0  # of rows on their way out of it
+    most: float = float("inf")  # the largest norm that memory and taken rows can hold
+
+
+def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
+    """memory ← keep·memory + scale·rows on both sides; the norms of the outer products of these rows, in fp64.
+
+    A row with a norm above `most` on either side, or none at all (NaN), has the score NaN and changes no memory.
+    """
+    joined = [_joined(side, keep) for side in (inputs, outputs)]
+    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in joined]
+    fits = (norms[0] <= inputs.most) & (norms[1] <= outputs.most)
+    for side, rows in zip((inputs, outputs), joined, strict=True):
+        if side.memory is not None:
+            side.memory.copy_(torch.where(fits[:, None], rows, side.memory))
+    return torch.where(fits, norms[0] * norms[1], torch.nan)
+
+
+def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the `count` largest keys are, ascending."""
+    return keys.topk(count, sorted=False).indices.sort().values
 
 
 def take_rows(
-    rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float, gain: float,
-    chosen: torch.Tensor, finite: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """The chosen rows of keep·memory + scale·rows, times gain, in the dtype of `rows`; the memory keeps the others.
+    inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chosen rows of both sides, times gain, in the dtype of their rows; zero takes their place in the memory.
 
-    `chosen` is ascending. Chosen rows of the memory become zero. Where `finite` is false the memory stays as it is, and
-    the outcome is NaN.
+    `chosen` is ascending. Where `total`, the sum of the scores, is NaN, all that is taken is NaN and nothing leaves the
+    memory.
     """
-    joined = _joined(rows, memory, keep, scale)
-    taken = (joined[chosen] * gain).to(rows.dtype)
-    if not finite:
-        return taken.fill_(torch.nan)
-    if memory is not None:
-        joined[chosen] = 0
-        memory.copy_(joined)
-    return taken
+    finite = not total.isnan()
+    return _taken(inputs, chosen, finite), _taken(outputs, chosen, finite)
 
 
-def _joined(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
+def _joined(side: Side, keep: float) -> torch.Tensor:
     """In the wider of fp32 and the dtype of the rows, whatever the memory is stored in."""
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32)) * scale
-    return rows if memory is None else memory.to(rows.dtype) * keep + rows
+    rows = side.rows.to(torch.promote_types(side.rows.dtype, torch.float32)) * side.scale
+    return rows if side.memory is None else side.memory.to(rows.dtype) * keep + rows
+
+
+def _taken(side: Side, chosen: torch.Tensor, finite: bool) -> torch.Tensor:
+    if not finite:
+        return side.rows.new_full((len(chosen), side.rows.shape[1]), torch.nan)
+    if side.memory is None:
+        return side.rows[chosen]
+    taken = side.memory[chosen].to(torch.promote_types(side.rows.dtype, torch.float32)) * side.gain
+    side.memory[chosen] = 0
+    return taken.to(side.rows.dtype)
