@@ -179,7 +179,7 @@ def test_gradients_and_memories_are_those_of_the_paper(policy, decay, picks):
     seed=st.integers(0, 2**20),
 )
 def test_what_is_chosen_and_what_is_remembered_is_what_came_in(sizes, k, decay, policy, rows, kept, seed):
-    """To the bit: a row is rounded once on its way into the sum, and once more by a narrower memory."""
+    """To the bit: a row is rounded once on its way into the sum, and once more by a narrower memory, chosen or not."""
     generator = torch.Generator().manual_seed(seed)
     layer = gradwire.backward.Linear(3, 2, k=k, policy=policy, decay=decay, memory_dtype=kept, dtype=rows)
     wide = torch.promote_types(rows, torch.float32)
@@ -200,7 +200,7 @@ def test_what_is_chosen_and_what_is_remembered_is_what_came_in(sizes, k, decay, 
         for i, incoming in enumerate(batch):
             longer = torch.zeros(max(0, size - len(expected[i])), incoming.shape[1], dtype=stored)
             expected[i] = torch.cat([expected[i], longer])
-            sums.append(expected[i][:size].to(wide) * keep + incoming.to(wide))
+            sums.append((expected[i][:size].to(wide) * keep + incoming.to(wide)).to(stored).to(wide))
         zero = [(m[:size] == 0).all(1) for m in memories]
         left = ~(zero[0] & zero[1])
         taken = [s * ~left[:, None] for s in sums]
