@@ -27,10 +27,10 @@ def memory(layer: nn.Module) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("where", ["inputs", "outputs"])
 @pytest.mark.parametrize("k", [2, 1.0])
 def test_rows_that_are_not_finite_do_not_reach_the_memory(bad, where, k):
-    layer = gradwire.backward.Linear(6, 5, k=2)
+    layer = gradwire.backward.Linear(6, 5, k=2, centre=False)
     x, d = batch(0)
     layer(x).backward(d)
-    convert(layer, k)
+    convert(layer, k, centre=False)
     before = layer.memory.inputs.clone(), layer.memory.outputs.clone()
     x, d = batch(1)
     (x if where == "inputs" else d)[3, 2] = bad  # not of the rows that would be chosen, or of them
@@ -45,6 +45,16 @@ def test_rows_that_are_not_finite_do_not_reach_the_memory(bad, where, k):
     layer.zero_grad()
     layer(x).backward(d)
     assert layer.weight.grad.isfinite().all()
+
+
+def test_a_mean_that_is_not_finite_leaves_the_memory_as_it_was():
+    layer = gradwire.backward.Linear(6, 5, k=2)
+    x, d = batch(0)
+    layer(x).backward(d)
+    before = memory(layer)
+    x[3, 2] = math.inf
+    layer(x).backward(d)
+    assert layer.weight.grad.isnan().any() and memory(layer) == before
 
 
 @pytest.mark.parametrize("policy", gradwire.backward.POLICIES)
@@ -73,7 +83,7 @@ def test_the_first_batch_may_be_the_bad_one():
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
 def test_sums_that_do_not_fit_are_not_remembered(dtype, most):
     """Row and memory may each be finite, and their sum too large for the dtype."""
-    layer = gradwire.backward.Linear(2, 2, k=1, dtype=dtype)
+    layer = gradwire.backward.Linear(2, 2, k=1, centre=False, dtype=dtype)
     d = torch.full((2, 2), 0.5, dtype=dtype)
     layer(torch.tensor([[most / 2, 0], [0, most]], dtype=dtype)).backward(d)
     assert layer.weight.grad.isfinite().all() and layer.memory.inputs[0, 0] > 0
@@ -231,7 +241,7 @@ def test_fp16_overflows_until_the_scale_fits():
 
 def test_products_that_do_not_fit():
     """The rows fit and their product does not: the step is skipped with the chosen rows, the others are remembered."""
-    layer = gradwire.backward.Linear(2, 2, k=1, dtype=torch.float16)
+    layer = gradwire.backward.Linear(2, 2, k=1, centre=False, dtype=torch.float16)
     x = torch.tensor([[1000.0, 0], [0, 1]]).half()
     layer(x).backward(torch.tensor([[1000.0, 0], [0, 1]]).half())
     assert not layer.weight.grad.isfinite().all()
