@@ -92,7 +92,7 @@ def test_joined_rows_are_those_of_the_reference_and_scores_so_to_rounding(batch)
         scores.append(cpu.join_rows(*own, keep))
         for mine, theirs in zip(own, expected, strict=True):
             check_same_but_for_nans(mine.memory, theirs.memory)
-    # Two sums of up to 100 squares, each rounded, two roots and a product: less than 120 roundings of 2⁻⁵³ in any order.
+    # Two sums of up to 100 squares, two roots and a product: less than 120 roundings of 2⁻⁵³ in any order.
     torch.testing.assert_close(scores[0], of_reference, rtol=120 * 2.0**-53, atol=0.0, equal_nan=True)
     for others in scores[1:]:
         check_same_but_for_nans(others, scores[0])
@@ -216,7 +216,7 @@ def test_shapes_that_do_not_match_are_refused():
         Side(good.rows, None),
     ):
         for sides in ((good, other), (other, good)):
-            with pytest.raises(ValueError, match="shape|numbers of rows|both sides"):
+            with pytest.raises(ValueError, match=r"shape|numbers of rows|both sides"):
                 cpu.join_rows(*sides, 1.0)
-            with pytest.raises(ValueError, match="shape|numbers of rows|both sides"):
+            with pytest.raises(ValueError, match=r"shape|numbers of rows|both sides"):
                 cpu.take_rows(*sides, torch.tensor([0]), FINITE)
