@@ -112,7 +112,7 @@ def test_norms_are_those_of_the_reference_to_rounding(batch):
 def test_any_number_of_threads_gives_the_same_bits(with_memory):
     """Large enough that seven threads are started, in blocks that do not come out even."""
     torch.manual_seed(0)
-    rows, first = torch.randn(2999, 1237), torch.randn(2999, 1237) if with_memory else None
+    rows, first = torch.randn(2999, 1537), torch.randn(2999, 1537) if with_memory else None
     chosen = torch.randperm(2999)[:1500].sort().values
     outcomes = []
     for threads in (1, 2, 7):
@@ -127,6 +127,13 @@ def test_any_number_of_threads_gives_the_same_bits(with_memory):
     for outcome in outcomes[1:]:
         for one, other in zip(outcomes[0], outcome, strict=True):
             check_same_but_for_nans(one, other)
+
+
+def test_many_chosen_rows():
+    """From 32 MB on their pages are asked for in another way."""
+    rows = torch.arange(9000.0).repeat(1001, 1).t().contiguous()
+    chosen = torch.arange(100, 8900)
+    check_same(cpu.take_rows(rows, None, 1.0, 1.0, 2.0, chosen, YES), 2 * rows[100:8900])
 
 
 def test_without_memory_the_other_rows_are_not_read():
