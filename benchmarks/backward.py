@@ -15,19 +15,18 @@ The last lines of a table are whole backward passes of a layer (gradients of wei
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
-import math
 import statistics
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradwire
+from backward_clock import Clock, Task, timed_parts
 from backward_report import progress, show
 from gradwire import kernels
 from gradwire.backward import POLICIES, RowMemory
@@ -37,33 +36,7 @@ from gradwire.backward.scales import Factors
 from machine import processor
 
 SHAPES = ["4096,1024,4096", "16384,4096,4096"]
-LEAST = 0.01  # seconds of a sample: what is quicker is repeated
-PARTS = ("norms", "choose", "take")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Task = Callable[[], object]
-
-
-class Clock:
-    """Seconds of a task; on a GPU those of the stream, waits for the CPU included."""
-
-    def __init__(self, device: str):
-        self.cuda = device == "cuda"
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def seconds(self, task: Task, repeat: int) -> float:
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(repeat):
-            task()
-        self.wait()
-        return (time.perf_counter() - start) / repeat
-
-    def repeats(self, task: Task) -> int:
-        task()  # compiles kernels, touches memory for the first time
-        return max(1, math.ceil(LEAST / self.seconds(task, 1)))
 
 
 class Layer:
@@ -117,33 +90,6 @@ def label(policy: str, share: float, memory: RowMemory | None) -> str:
     return f"{policy} {share} {'memory' if memory else 'none'}"
 
 
-@contextlib.contextmanager
-def timed_parts(clock: Clock) -> Iterator[dict[str, float]]:
-    """Seconds in the kernels and in the choice, of what is done meanwhile."""
-    spent = dict.fromkeys(PARTS, 0.0)
-
-    def timed(part: str, function: Callable) -> Callable:
-        def inner(*arguments: Any) -> Any:
-            clock.wait()
-            start = time.perf_counter()
-            outcome = function(*arguments)
-            clock.wait()
-            spent[part] += time.perf_counter() - start
-            return outcome
-
-        return inner
-
-    places = [(kernels, "row_norms"), (Choice, "pick"), (kernels, "take_rows")]
-    before = [getattr(place, name) for place, name in places]
-    try:
-        for (place, name), function, part in zip(places, before, PARTS, strict=True):
-            setattr(place, name, timed(part, function))
-        yield spent
-    finally:
-        for (place, name), function in zip(places, before, strict=True):
-            setattr(place, name, function)
-
-
 def bandwidth(clock: Clock, device: str) -> float:
     """Bytes per second, read and written, of torch's copy of 256 MB."""
     source, target = (torch.ones(1 << 26, device=device) for _ in range(2))
@@ -187,6 +133,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     speed = bandwidth(clock, options.device)
     cuda = options.device == "cuda"
     result: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/backward.py", *sys.argv[1:]]),
         "device": options.device, "machine": torch.cuda.get_device_name() if cuda else processor(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(), "dtype": options.dtype, "memory_dtype": options.memory_dtype,

@@ -161,6 +161,15 @@ def test_any_number_of_threads_gives_the_same_bits(remembers):
             check_same_but_for_nans(one, other)
 
 
+def test_many_chosen_rows():
+    """From 32 MB on their pages are asked for in another way."""
+    rows = torch.arange(9000.0).repeat(1001, 1).t().contiguous()
+    chosen = torch.arange(100, 8900)
+    for memory in (None, rows.clone()):
+        sides = Side(rows, memory), Side(rows[:, :1].contiguous(), None if memory is None else torch.ones(9000, 1))
+        check_same(cpu.take_rows(*sides, chosen, FINITE)[0], rows[100:8900])
+
+
 def test_only_the_first_slots_of_a_longer_memory_are_written():
     memory, other = torch.ones(6, 33), torch.ones(6, 5)
     for name in each_set():
