@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,7 +57,8 @@ class Clock:
         try:
             with torch.cuda.graph(recorded):
                 task()
-        except RuntimeError:
+        except RuntimeError as error:
+            print(f"no CUDA graph: {error}", file=sys.stderr)
             self.wait()
             return None
         return recorded.replay

@@ -56,6 +56,13 @@ void take(const GivenSide& inputs, const GivenSide& outputs, uintptr_t chosen, s
     take_rows(sides, c, n, to, threads);
 }
 
+// `keys` is the address of n doubles, `places` that of `count` int64.
+void find_largest(uintptr_t keys, size_t n, size_t count, uintptr_t places) {
+    require(count <= n, "more wanted than there are");
+    nb::gil_scoped_release release;
+    largest(reinterpret_cast<const double*>(keys), n, count, reinterpret_cast<int64_t*>(places));
+}
+
 }  // namespace
 
 void bind_rows(nb::module_& m) {
@@ -63,6 +70,7 @@ void bind_rows(nb::module_& m) {
           nb::arg("scores"));
     m.def("take_rows", take, nb::arg("inputs"), nb::arg("outputs"), nb::arg("chosen"), nb::arg("n"),
           nb::arg("threads"), nb::arg("taken"));
+    m.def("largest", find_largest, nb::arg("keys"), nb::arg("n"), nb::arg("count"), nb::arg("places"));
 }
 
 }  // namespace gradwire

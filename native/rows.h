@@ -47,4 +47,7 @@ extern const RowKernels avx2_rows, avx512_rows;
 void join_rows(const Side (&sides)[2], size_t count, float keep, double* scores, int threads);
 void take_rows(const Side (&sides)[2], const int64_t* chosen, size_t n, void* const (&taken)[2], int threads);
 
+// Where the `count` largest of n keys are, ascending. A NaN is above all; of equal ones the first are taken.
+void largest(const double* keys, size_t n, size_t count, int64_t* places);
+
 }  // namespace gradwire

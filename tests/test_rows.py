@@ -161,6 +161,26 @@ def test_any_number_of_threads_gives_the_same_bits(remembers):
             check_same_but_for_nans(one, other)
 
 
+@given(st.lists(st.sampled_from([*EDGES, *NOT_FINITE]) | st.floats(), max_size=40), st.data())
+def test_the_largest_keys_are_found_and_of_equal_ones_the_first(keys, data):
+    count = data.draw(st.integers(0, len(keys)))
+    in_order = sorted(range(len(keys)), key=lambda j: (keys[j] == keys[j], -keys[j] if keys[j] == keys[j] else 0, j))
+    found = cpu.largest(torch.tensor(keys, dtype=torch.float64), count)
+    assert found.tolist() == sorted(in_order[:count])
+
+
+@pytest.mark.parametrize(
+    "keys", [torch.rand(5000, dtype=torch.float64), torch.rand(5000), torch.rand(99).double()[::3]]
+)
+def test_the_largest_keys_are_those_of_the_reference(keys):
+    check_same(cpu.largest(keys, 20), reference.largest(keys, 20))
+
+
+def test_more_keys_than_there_are_cannot_be_chosen():
+    with pytest.raises(ValueError, match="more wanted"):
+        cpu.largest(torch.rand(5, dtype=torch.float64), 6)
+
+
 def test_many_chosen_rows():
     """From 32 MB on their pages are asked for in another way."""
     rows = torch.arange(9000.0).repeat(1001, 1).t().contiguous()

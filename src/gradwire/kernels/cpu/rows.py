@@ -8,7 +8,7 @@ import torch
 
 from ... import _native
 from ..reference import rows as reference
-from ..reference.rows import Side, largest
+from ..reference.rows import Side
 
 __all__ = ["can", "join_rows", "largest", "take_rows"]
 
@@ -45,13 +45,23 @@ def take_rows(
     a, b = (torch.empty(count, side.rows.shape[1], dtype=side.rows.dtype) for side in (inputs, outputs))
     if math.isnan(total.item()):
         return a.fill_(math.nan), b.fill_(math.nan)
-    chosen = chosen.to(torch.int64).contiguous()
+    if chosen.dtype != torch.int64 or not chosen.is_contiguous():
+        chosen = chosen.to(torch.int64).contiguous()
     addresses = (a.data_ptr(), b.data_ptr())
     _native.take_rows(_side(inputs), _side(outputs), chosen.data_ptr(), count, torch.get_num_threads(), addresses)
     return a, b
 
 
-join_rows.__doc__, take_rows.__doc__ = reference.join_rows.__doc__, reference.take_rows.__doc__
+def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    if keys.dtype != torch.float64 or not keys.is_contiguous() or type(keys) not in PLAIN:
+        return reference.largest(keys, count)
+    places = torch.empty(count, dtype=torch.int64)
+    _native.largest(keys.data_ptr(), keys.shape[0], count, places.data_ptr())
+    return places
+
+
+for kernel in (join_rows, take_rows, largest):
+    kernel.__doc__ = getattr(reference, kernel.__name__).__doc__
 
 
 def _side(side: Side) -> tuple:
