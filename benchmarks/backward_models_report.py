@@ -120,7 +120,9 @@ def plot(groups: dict[tuple[Any, ...], dict[str, list[Record]]], share_of_rows: 
     mpl.use("agg")
     from matplotlib import pyplot
 
-    shown = {key: group for key, group in groups.items() if of_kind(group.get(EXACT, []), "train")}
+    trained = {key: group for key, group in groups.items() if of_kind(group.get(EXACT, []), "train")}
+    most = {key[:4]: key for key in sorted(trained, key=lambda key: len(trained[key]))}  # not the tries of other rates
+    shown = {key: group for key, group in trained.items() if key in most.values()}
     lines = (len(shown) + 1) // 2
     figure, axes = pyplot.subplots(lines, 2, figsize=(12, 4.5 * lines), squeeze=False)
     for axis in axes.flat[len(shown) :]:

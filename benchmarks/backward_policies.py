@@ -73,7 +73,7 @@ def train(folder: Path, run: Run) -> dict[str, Any]:
                 curve.append(finite(problem.score(model(data.test_inputs), data.test_targets)))
     steps = problem.epochs * math.ceil(len(data.inputs) / problem.batch)
     slots = {"largest_slot": finite(largest_slot(model))} if run.policy != EXACT and run.decay else {}
-    return asdict(run) | {"curve": curve, **slots, "us": round(seconds / steps * 1e6)}
+    return {"run": run.key, "curve": curve, **slots, "us": round(seconds / steps * 1e6)}
 
 
 def one_epoch(
@@ -120,7 +120,7 @@ def done(path: Path) -> set[tuple[Any, ...]]:
     if not path.exists():
         return set()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {tuple(line[field] for field in Run.__dataclass_fields__) for line in lines if "problem" in line}
+    return {tuple(line["run"]) for line in lines if "run" in line}
 
 
 def run_all(options: argparse.Namespace) -> None:

@@ -10,13 +10,14 @@ import argparse
 import json
 import math
 import statistics
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from backward_policies import EXACT, RATES, RESULTS
+from backward_policies import EXACT, RATES, RESULTS, Run
 from backward_policies_plots import COLOURS, DRAWINGS, Case, Curves, Results, finals, plot
 from backward_problems import PROBLEMS, buildings
 
@@ -27,7 +28,8 @@ Line = dict[str, Any]
 def load(path: Path) -> tuple[list[Line], list[str]]:
     """Runs in the order of the benchmark, and the machines they come from."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    runs = sorted((line for line in lines if "problem" in line), key=lambda r: (place(r), r["seed"]))
+    runs = [asdict(Run(*line["run"])) | line for line in lines if "run" in line]
+    runs.sort(key=lambda run: (place(run), run["seed"]))
     machines = {f"{line['machine']}, PyTorch {line['torch']}" for line in lines if "machine" in line}
     return runs, sorted(machines)
 

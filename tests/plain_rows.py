@@ -1,6 +1,7 @@
 """Mem-AOP-GD once more, in fp64 numpy and from the paper's text (arXiv 2110.09164, algorithm 1): the tests' reference.
 
 Unlike gradwire, it decays the memory when it is written, as the paper does; slots that a batch does not reach wait.
+With `centre`, as gradwire's default, the mean of the inputs goes through exactly, and the paper's method gets the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Array = np.ndarray
 class PlainRows:
     """One layer: `rate` is the learning rate that is folded into the factors, 1 in the form for any optimizer."""
 
-    def __init__(self, inputs: int, outputs: int, decay: float = 1.0) -> None:
-        self.decay = decay
+    def __init__(self, inputs: int, outputs: int, decay: float = 1.0, centre: bool = True) -> None:
+        self.decay, self.centre = decay, centre
         self.a, self.b = np.zeros((0, inputs)), np.zeros((0, outputs))
 
     def gradient(
@@ -25,6 +26,8 @@ class PlainRows:
     ) -> Array:
         """out × in, of the `count` rows with the largest norms, or of those that were chosen elsewhere."""
         rows, of_rows = x.double().numpy(), d.double().numpy()
+        mean = rows.mean(0) if self.centre and len(rows) else np.zeros(rows.shape[1])
+        rows = rows - mean
         self.a, self.b = _at_least(self.a, len(rows)), _at_least(self.b, len(rows))
         a = self.a[: len(rows)] + math.sqrt(rate) * rows
         b = self.b[: len(rows)] + math.sqrt(rate) * of_rows
@@ -36,7 +39,7 @@ class PlainRows:
             step += np.outer(b[j], a[j])
             a[j], b[j] = 0, 0
         self.a[: len(rows)], self.b[: len(rows)] = math.sqrt(self.decay) * a, math.sqrt(self.decay) * b
-        return step / rate
+        return step / rate + np.outer(of_rows.sum(0), mean)
 
     def left(self) -> tuple[Array, Array]:
         """As gradwire stores it: not yet decayed."""

@@ -152,16 +152,17 @@ def batches(count: int, rows: int = 12, inputs: int = 6, outputs: int = 5) -> It
         yield torch.randn(rows, inputs, generator=generator) * sizes, torch.randn(rows, outputs, generator=generator)
 
 
+@pytest.mark.parametrize("centre", [True, False], ids=["centred", "as in the paper"])
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_and_memories_are_those_of_the_paper(policy, decay, picks):
-    layer = gradwire.backward.Linear(6, 5, k=0.25, policy=policy, decay=decay)
-    plain = PlainRows(6, 5, decay)
+def test_gradients_and_memories_are_those_of_the_paper(policy, decay, centre, picks):
+    layer = gradwire.backward.Linear(6, 5, k=0.25, policy=policy, decay=decay, centre=centre)
+    plain = PlainRows(6, 5, decay, centre)
     for x, d in batches(20):
         layer.zero_grad()
-        layer(x).backward(d)
+        layer(x + 0.5).backward(d)
         chosen = None if policy == "topk" else picks[-1]
-        close(layer.weight.grad, plain.gradient(x, d, 3, chosen=chosen))
+        close(layer.weight.grad, plain.gradient(x + 0.5, d, 3, chosen=chosen))
         assert len(picks[-1]) == 3
         if decay:
             for ours, theirs in zip((layer.memory.inputs, layer.memory.outputs), plain.left(), strict=True):
@@ -174,14 +175,22 @@ def test_gradients_and_memories_are_those_of_the_paper(policy, decay, picks):
     k=st.one_of(st.integers(1, 6), st.floats(0.05, 1)),
     decay=st.sampled_from([1.0, 0.7, 0.01]),
     policy=st.sampled_from(POLICIES),
+    centre=st.booleans(),
     rows=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     kept=st.sampled_from([None, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**20),
 )
-def test_what_is_chosen_and_what_is_remembered_is_what_came_in(sizes, k, decay, policy, rows, kept, seed):
-    """To the bit: a row is rounded once on its way into the sum, and once more by a narrower memory."""
+def test_what_is_chosen_and_what_is_remembered_is_what_came_in(
+    sizes, k, decay, policy, centre, rows, kept, seed
+):  # fmt: skip
+    """To the bit: a row is rounded once on its way into the sum, and once more by a narrower memory, chosen or not.
+
+    What came in is less the mean of the inputs, where that goes through by itself.
+    """
     generator = torch.Generator().manual_seed(seed)
-    layer = gradwire.backward.Linear(3, 2, k=k, policy=policy, decay=decay, memory_dtype=kept, dtype=rows)
+    layer = gradwire.backward.Linear(
+        3, 2, k=k, policy=policy, decay=decay, centre=centre, memory_dtype=kept, dtype=rows
+    )
     wide = torch.promote_types(rows, torch.float32)
     stored = kept or wide
     expected = [torch.zeros(0, 3, dtype=stored), torch.zeros(0, 2, dtype=stored)]
@@ -197,10 +206,12 @@ def test_what_is_chosen_and_what_is_remembered_is_what_came_in(sizes, k, decay, 
             continue
         keep = np.sqrt(decay)
         sums = []
+        mean = batch[0].mean(0) if centre and size else torch.zeros(3, dtype=rows)
         for i, incoming in enumerate(batch):
             longer = torch.zeros(max(0, size - len(expected[i])), incoming.shape[1], dtype=stored)
             expected[i] = torch.cat([expected[i], longer])
-            sums.append(expected[i][:size].to(wide) * keep + incoming.to(wide))
+            entered = incoming.to(wide) if i else incoming.to(wide) - mean.to(wide)
+            sums.append((expected[i][:size].to(wide) * keep + entered).to(stored).to(wide))
         zero = [(m[:size] == 0).all(1) for m in memories]
         left = ~(zero[0] & zero[1])
         taken = [s * ~left[:, None] for s in sums]
@@ -209,7 +220,9 @@ def test_what_is_chosen_and_what_is_remembered_is_what_came_in(sizes, k, decay, 
             new[:size] = sums[i] - taken[i]
             check_same(memory + 0.0, new + 0.0)  # −0 is 0 here
             expected[i] = new
-        close(layer.weight.grad, (taken[1].double().t() @ taken[0].double()).numpy(), 12 * torch.finfo(rows).eps)
+        of_mean = torch.outer(batch[1].double().sum(0), mean.double())
+        products = of_mean + taken[1].double().t() @ taken[0].double()
+        close(layer.weight.grad, products.numpy(), 12 * torch.finfo(rows).eps)
         assert int(left.sum()) <= size - layer.choice.count(size)
 
 

@@ -259,7 +259,7 @@ def test_exact_and_chosen_rows_in_one_command(
     assert summary["backward"] == ["none", "topk:k=0.5"]
     runs = {(run["codec"], run["backward"]): run for run in summary["runs"]}
     assert list(runs) == [(codec, backward) for codec in ("none", "co3") for backward in ("none", "topk:k=0.5")]
-    assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1"
+    assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1,centre=yes"
     assert [run["converted"] for run in runs.values()] == [[], ["6", "8"]] * 2
     assert len({run["digest"] for run in runs.values()}) == 4
     shown = capsys.readouterr().out

@@ -16,10 +16,11 @@ from gradwire.backward.memory import RowMemory
 from gradwire.backward.scales import Factors
 from gradwire.kernels.cuda import rows as triton_rows
 from gradwire.kernels.reference import rows as reference
+from gradwire.kernels.reference.rows import Side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEMORIES = (None, torch.float32, torch.bfloat16)
-YES, NO = torch.tensor(True), torch.tensor(False)
+ENOUGH, NAN = torch.tensor(5.0, dtype=torch.float64), torch.tensor(math.nan, dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,119 +39,194 @@ def rounding_to_bf16():
         yield
 
 
-@pytest.fixture(autouse=True)
-def several_programs_for_few_places(monkeypatch):
-    monkeypatch.setattr(triton_rows, "PLACES", 16)
-
-
-def batch(count, columns, dtype=torch.float32, memory_dtype=None, size=1.0):
+def side(count, columns, dtype=torch.float32, memory_dtype=None, size=1.0, most=math.inf):
     generator = torch.Generator().manual_seed(count * 1000 + columns)
     rows = (torch.randn(count, columns, generator=generator) * size).to(dtype)
-    if memory_dtype is None:
-        return rows, None
-    return rows, (torch.randn(count, columns, generator=generator) * size).to(memory_dtype)
+    memory = None
+    if memory_dtype is not None:
+        memory = (torch.randn(count, columns, generator=generator) * size).to(memory_dtype)
+    return Side(rows, memory, 0.3, 7.0, most)
 
 
-def check_norms(rows, memory, keep=0.9, scale=0.3):
-    assert triton_rows.can(rows, memory)
-    ours, theirs = (k.row_norms(rows, memory, keep, scale) for k in (triton_rows, reference))
+def sides(count, columns, dtype=torch.float32, memory_dtype=None, **more):
+    return [side(count, n, dtype, memory_dtype, **more) for n in columns]
+
+
+def copies(both):
+    return [s._replace(memory=None if s.memory is None else s.memory.clone()) for s in both]
+
+
+def check_memories(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.memory is None or torch.equal(a.memory, b.memory)
+
+
+def check_joined(both, keep=0.9):
+    assert all(map(triton_rows.can, both))
+    ours, theirs = copies(both), copies(both)
+    found, expected = triton_rows.join_rows(*ours, keep), reference.join_rows(*theirs, keep)
     # Sums of fp64 in two orders; each is within about √n roundings of the truth.
-    torch.testing.assert_close(ours, theirs, rtol=4e-16 * math.sqrt(rows.shape[1] + 16), atol=0, equal_nan=True)
+    columns = sum(s.rows.shape[1] for s in both)
+    torch.testing.assert_close(found, expected, rtol=4e-16 * math.sqrt(columns + 16), atol=0, equal_nan=True)
+    check_memories(ours, theirs)
+    return found, ours
 
 
-def check_taken(rows, memory, chosen, finite=YES, keep=0.9, scale=0.3, gain=7.0):
-    after = [None if memory is None else memory.clone() for _ in range(2)]
-    ours = triton_rows.take_rows(rows, after[0], keep, scale, gain, chosen, finite)
-    theirs = reference.take_rows(rows, after[1], keep, scale, gain, chosen, finite)
-    assert ours.dtype == rows.dtype and ours.shape == theirs.shape
-    assert torch.equal(torch.nan_to_num(ours, 123.0), torch.nan_to_num(theirs, 123.0))
-    if memory is not None:
-        assert torch.equal(after[0], after[1])
-        assert not torch.signbit(after[0][chosen]).any() or not finite
-    return ours, after[0]
+def check_taken(both, chosen, total=ENOUGH):
+    ours, theirs = copies(both), copies(both)
+    found = triton_rows.take_rows(*ours, chosen, total)
+    for a, b, of in zip(found, reference.take_rows(*theirs, chosen, total), both, strict=True):
+        assert a.dtype == of.rows.dtype and a.shape == b.shape
+        assert torch.equal(torch.nan_to_num(a, 123.0), torch.nan_to_num(b, 123.0))
+    check_memories(ours, theirs)
+    for s in ours:
+        assert s.memory is None or total.isnan() or not torch.signbit(s.memory[chosen]).any()
+    return found, ours
 
 
-@pytest.mark.parametrize("count, columns", [(1, 1), (3, 130), (40, 1), (37, 10), (2, 4100)])
+SHAPES = [(1, (1, 1)), (3, (130, 7)), (40, (1, 10)), (37, (10, 10)), (2, (4100, 33))]
+
+
+@pytest.mark.parametrize("count, columns", SHAPES)
 def test_every_dtype_and_shape(count, columns):
     for dtype, memory_dtype in itertools.product(DTYPES, MEMORIES):
-        rows, memory = batch(count, columns, dtype, memory_dtype)
-        check_norms(rows, memory)
-        check_taken(rows, memory, torch.randperm(count)[: (count + 1) // 2].sort().values)
+        both = sides(count, columns, dtype, memory_dtype)
+        check_joined(both)
+        check_taken(both, torch.randperm(count)[: (count + 1) // 2].sort().values)
 
 
-@pytest.mark.parametrize("count, columns", [(3, 130), (37, 10)])
-def test_more_tiles_than_one(count, columns, monkeypatch):
-    monkeypatch.setattr(triton_rows, "TILE", 64)
-    rows, memory = batch(count, columns, torch.bfloat16, torch.float32)
-    check_norms(rows, memory)
-    check_taken(rows, memory, torch.arange(1, count, 2))
-    check_taken(rows, None, torch.arange(1, count, 2))
+@pytest.mark.parametrize("memory_dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_sides_of_different_dtypes(memory_dtypes):
+    both = [side(9, 33, torch.bfloat16, memory_dtypes[0]), side(9, 12, torch.float32, memory_dtypes[1])]
+    check_joined(both)
+    check_taken(both, torch.arange(1, 9, 2))
 
 
-@pytest.mark.parametrize("count, columns", [(0, 5), (4, 0), (0, 0)])
+@pytest.mark.parametrize("columns", [(130, 20), (10, 300), (9, 10)])
+@pytest.mark.parametrize("memory_dtype", MEMORIES)
+def test_rows_that_are_wider_than_registers(columns, memory_dtype, monkeypatch):
+    for name, value in (("HELD", 128), ("JOINED", 64), ("TAKEN", 64)):
+        monkeypatch.setattr(triton_rows, name, value)
+    both = sides(7, columns, torch.bfloat16, memory_dtype, most=0.95 * math.sqrt(max(columns)))
+    scores, _ = check_joined(both)
+    if memory_dtype and min(columns) > 9:
+        assert 0 < scores.isnan().sum() < 7, "some rows should be too large, and some not"
+    check_taken(both, torch.arange(1, 7, 2))
+    check_taken(both, torch.arange(1, 7, 2), NAN)
+
+
+@pytest.mark.parametrize("count, columns", [(0, (5, 5)), (4, (0, 3)), (4, (3, 0)), (0, (0, 0))])
 @pytest.mark.parametrize("memory_dtype", MEMORIES)
 def test_nothing(count, columns, memory_dtype):
-    rows, memory = batch(count, columns, memory_dtype=memory_dtype)
-    check_norms(rows, memory)
-    check_taken(rows, memory, torch.arange(count // 2))
+    both = sides(count, columns, memory_dtype=memory_dtype)
+    check_joined(both)
+    check_taken(both, torch.arange(count // 2))
 
 
 @pytest.mark.parametrize("memory_dtype", MEMORIES)
-def test_none_chosen_all_chosen_and_out_of_order(memory_dtype):
-    rows, memory = batch(37, 70, torch.bfloat16, memory_dtype)
-    for chosen in (torch.arange(0), torch.arange(37), torch.tensor([36, 0, 17])):
-        check_taken(rows, memory, chosen)
+def test_none_chosen_and_all_chosen(memory_dtype):
+    both = sides(37, (70, 3), torch.bfloat16, memory_dtype)
+    for chosen in (torch.arange(0), torch.arange(37)):
+        check_taken(both, chosen)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e18, 1e-42], ids=["tiny", "large", "subnormal"])
-def test_norms_of_tiny_and_large_rows(size):
-    rows, memory = batch(5, 70, memory_dtype=torch.float32, size=size)
-    check_norms(rows, memory, 1.0, 1.0)
-    assert (triton_rows.row_norms(rows, memory, 1.0, 1.0) > size).all()
+def test_scores_of_tiny_and_large_rows(size):
+    scores, _ = check_joined(sides(5, (70, 90), memory_dtype=torch.float32, size=size))
+    assert (scores > size * size).all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e4])
+@pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite(dtype, bad):
-    rows, memory = batch(6, 70, dtype, torch.float32)
-    rows[4, 69] = bad
-    check_norms(rows, memory)
-    taken, after = check_taken(rows, memory, torch.tensor([1, 4]), NO)
-    assert taken.isnan().all() and torch.equal(after, memory)
-    assert check_taken(rows, None, torch.tensor([1, 2]), NO)[0].isnan().all()
-    check_taken(rows, memory, torch.tensor([1, 4]), YES)  # the kernel believes what it is told
+def test_a_row_that_does_not_fit_changes_no_memory(dtype, where, bad):
+    both = sides(6, (70, 20), dtype, torch.float32, most=1000.0)
+    both[where].rows[4, 19] = bad
+    scores, joined = check_joined(both)
+    assert scores.isnan().tolist() == [False] * 4 + [True, False]
+    for before, after in zip(both, joined, strict=True):
+        assert torch.equal(before.memory[4], after.memory[4]) and not torch.equal(before.memory[5], after.memory[5])
+    scores, _ = check_joined([s._replace(memory=None) for s in both])
+    assert scores[4].isnan()
+
+
+@pytest.mark.parametrize("memory_dtype", MEMORIES)
+def test_nothing_is_taken_where_the_total_is_nan(memory_dtype):
+    both = sides(6, (70, 20), torch.bfloat16, memory_dtype)
+    taken, after = check_taken(both, torch.tensor([1, 4]), NAN)
+    assert all(t.isnan().all() for t in taken)
+    check_memories(after, both)
+    check_taken(both, torch.tensor([1, 4]), ENOUGH + math.inf)  # finite rows whose scores are too large to add
+
+
+def keys_of(name):
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(75, dtype=torch.float64, generator=generator)
+    return {
+        "positive": keys.exp(),
+        "signed": keys,
+        "negative": -keys.exp() * 1e300,
+        "ties": (keys * 2).round() + 0.0,  # no -0.0, which the reference takes for 0.0
+        "equal": torch.full((64,), -2.5, dtype=torch.float64),
+        "the last bit": 1 + torch.arange(40, dtype=torch.float64).flip(0) * 2**-52,
+        "infinite": torch.cat([keys, keys.new_tensor([-math.inf] * 5 + [math.inf] * 3)]),
+        "nan": torch.cat([keys[:20], keys.new_tensor([math.nan, -math.inf, 0.0, -math.nan]), keys[20:]]),
+        "one": keys[:1],
+        "zeros": torch.cat([keys.new_zeros(30), keys.abs(), keys.new_zeros(30)]),
+    }[name]
+
+
+NAMES = ("positive", "signed", "negative", "ties", "equal", "the last bit", "infinite", "nan", "one", "zeros")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_largest(name):
+    keys = keys_of(name)
+    for count in {1, 2, len(keys) // 3, len(keys) - 1, len(keys)} & set(range(1, len(keys) + 1)):
+        found = triton_rows.largest(keys, count)
+        # A stable sort: of equal keys the first ones, and NaN before all others.
+        expected = keys.sort(descending=True, stable=True).indices[:count].sort().values
+        assert found.dtype == torch.int64 and found.tolist() == expected.tolist()
+
+
+def test_the_largest_of_what_the_kernel_does_not_know():
+    keys = keys_of("signed")
+    for other in (keys.float(), keys[::2], keys[:0], keys.repeat(300)):
+        count = len(other) // 2
+        found = triton_rows.largest(other, count)
+        assert torch.equal(other[found].sort(descending=True).values, other.topk(count).values)
 
 
 def test_what_the_reference_has_to_do():
-    rows, memory = batch(4, 6, memory_dtype=torch.float32)
-    assert triton_rows.can(rows, memory) and triton_rows.can(rows, None)
+    good = side(4, 6, memory_dtype=torch.float32)
+    rows, memory = good[:2]
+    assert triton_rows.can(good) and triton_rows.can(Side(rows, None))
     for wrong in (rows.double(), rows.t(), rows[:, :3], rows[0], rows.int()):
-        assert not triton_rows.can(wrong, None)
+        assert not triton_rows.can(Side(wrong, None))
     for wrong in (memory.double(), memory.half(), memory[:, :3], memory[:3], memory.t().contiguous().t()):
-        assert not triton_rows.can(rows, wrong)
+        assert not triton_rows.can(Side(rows, wrong))
 
 
-@pytest.mark.parametrize("memory_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_dtype", MEMORIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradients_of_a_training(dtype, memory_dtype, monkeypatch):
     """Five batches of changing size, one of them not finite, through `weight_gradient` and its dispatch."""
-    called = []
 
     def gradients(which):
-        called.clear()
-        monkeypatch.setattr(kernels.rows, "_of_device", lambda device: which)
-        for name in ("row_norms", "take_rows"):
+        called = []
+        for name in ("join_rows", "largest", "take_rows"):
             kernel = getattr(which, name)
-            monkeypatch.setattr(which, name, lambda *a, kernel=kernel: called.append(which) or kernel(*a))
+            monkeypatch.setattr(which, name, lambda *a, name=name, kernel=kernel: called.append(name) or kernel(*a))
+        monkeypatch.setattr(kernels.rows, "_of_device", lambda device: which)
         memory = RowMemory(0.9, memory_dtype) if memory_dtype else None
         found = []
         for step, count in enumerate((24, 24, 9, 24, 30)):
-            inputs, outputs = batch(count, 33, dtype)[0], batch(count, 12, dtype)[0]
+            inputs, outputs = (s.rows for s in sides(count, (33, 12), dtype))
             if step == 3:
                 outputs[5, 5] = math.inf
-            factors = Factors(0.5, 0.25, 8.0)
+            factors = Factors(0.5, 0.25, 2.0, 4.0)
             found.append(weight_gradient(inputs, outputs, Choice(0.25), memory, factors))
-        assert len(called) == 4 * len(found)
+        assert called == ["join_rows", "largest", "take_rows"] * 5
         return [*found, memory.inputs, memory.outputs] if memory else found
 
     ours, theirs = gradients(triton_rows), gradients(reference)

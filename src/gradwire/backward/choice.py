@@ -15,10 +15,12 @@ POLICIES = ("topk", "weightedk", "randk")
 
 @dataclass(frozen=True)
 class Choice:
-    """How many rows, as a number (int) or as a share of the batch (float), and by which policy."""
+    """How many rows, as a number (int) or as a share of the batch (float), by which policy, and of what: of inputs less
+    their mean, which then goes through exactly, or of inputs as they are."""
 
     k: int | float
     policy: str = "topk"
+    centre: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int | float):

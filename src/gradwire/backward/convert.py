@@ -29,7 +29,7 @@ K = int | float | None
 
 def convert(
     model: nn.Module, k: K | Mapping[str, K], policy: str = "topk", decay: float = 1.0, *,
-    optimizer: torch.optim.Optimizer | None = None, grad_scaler: Scaler | None = None,
+    centre: bool = True, optimizer: torch.optim.Optimizer | None = None, grad_scaler: Scaler | None = None,
     memory_dtype: torch.dtype | None = None,
 ) -> nn.Module:  # fmt: skip
     """Let linear layers and 1×1 convolutions of `model` make their weight gradients from k rows of a batch.
@@ -41,6 +41,8 @@ def convert(
       counts, and None leaves a layer exact: `{"head": None, "*": 0.25}`.
     - `policy`: `"topk"`, `"weightedk"` or `"randk"`.
     - `decay`: what is kept of the memory from batch to batch; 0 remembers nothing.
+    - `centre`: the mean of a batch's inputs goes through exactly, and rows are chosen and remembered less that mean;
+      False is as in the paper.
     - `optimizer`: the paper's form, for SGD without momentum: what is remembered counts with the learning rate of its
       own time.
     - `grad_scaler`: the `torch.amp.GradScaler` of the training, if it has one.
@@ -49,7 +51,9 @@ def convert(
     if not isinstance(decay, int | float) or not 0 <= decay <= 1:
         raise SpecError(f"decay={decay!r}: give a number from 0 (no memory) to 1")
     wanted = k if isinstance(k, Mapping) else {"*": k}
-    choices = {pattern: Choice(value, policy) if value is not None else None for pattern, value in wanted.items()}
+    choices = {
+        pattern: Choice(value, policy, centre) if value is not None else None for pattern, value in wanted.items()
+    }
     RowMemory(decay or 1.0, memory_dtype)
     scales = Scales(optimizer, grad_scaler)
     found = _candidates(model)

@@ -8,6 +8,10 @@ With inputs X, output gradients D and the memories mX, mD of earlier batches, ro
 4. the memory keeps the other rows of A and B, and zero in place of the chosen ones.
 
 Gradients of bias and input are exact.
+
+Not in the paper: the mean row x̄ of X goes through exactly, as one more outer product, (ΣD_j)ᵀx̄, and the rest is done
+for X − x̄. What inputs have in common would otherwise add up in the memory, and cross terms between rows of a slot,
+which cancel out for inputs around zero, would be steps along x̄ that are M/K times too long.
 """
 
 from __future__ import annotations
@@ -27,9 +31,13 @@ from .scales import Factors, Scales
 
 
 def weight_gradient(
-    inputs: torch.Tensor, outputs: torch.Tensor, choice: Choice, memory: RowMemory | None, factors: Factors | None
-) -> torch.Tensor:
-    """out × in, from inputs [rows, in] and the gradients of outputs [rows, out]; the memory goes on by one batch."""
+    inputs: torch.Tensor, outputs: torch.Tensor, choice: Choice, memory: RowMemory | None, factors: Factors | None,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out × in, from inputs [rows, in] and the gradients of outputs [rows, out]; the memory goes on by one batch.
+
+    `sums` are those of the columns of `outputs`, where they are known already.
+    """
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
     rows = inputs.shape[0]
     count = choice.count(rows)
@@ -37,25 +45,30 @@ def weight_gradient(
         return outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     if count == rows and (memory is None or memory.inputs is None):  # nothing is or will be remembered
         return outputs.t() @ inputs
+    mean = inputs.mean(0) if choice.centre else None
     if memory is None:
-        keep, a, b = 1.0, _side(inputs), _side(outputs)
+        keep, a, b = 1.0, _side(inputs, mean), _side(outputs)
     else:
         keep, (old_inputs, old_outputs) = math.sqrt(memory.decay), memory.slots(inputs, outputs)
-        a = _side(inputs, old_inputs, factors.inputs, factors.chosen_inputs)
-        b = _side(outputs, old_outputs, factors.outputs, factors.chosen_outputs)
+        a = _side(inputs, mean, old_inputs, factors.inputs, factors.chosen_inputs)
+        b = _side(outputs, None, old_outputs, factors.outputs, factors.chosen_outputs)
     scores = kernels.join_rows(a, b, keep)
-    taken = kernels.take_rows(a, b, choice.pick(scores), scores.sum())
-    return taken[1].t() @ taken[0]
+    of_inputs, of_outputs = kernels.take_rows(a, b, choice.pick(scores), scores.sum())
+    if mean is not None:
+        of_inputs[-1] = mean
+        of_outputs[-1] = outputs.sum(0) if sums is None else sums
+    return of_outputs.t() @ of_inputs
 
 
 def _side(
-    rows: torch.Tensor, memory: torch.Tensor | None = None, scale: float = 1.0, gain: float = 1.0
-) -> kernels.Side:
+    rows: torch.Tensor, mean: torch.Tensor | None = None, memory: torch.Tensor | None = None, scale: float = 1.0,
+    gain: float = 1.0,
+) -> kernels.Side:  # fmt: skip
     """A row that its own dtype or the memory's cannot hold counts as not finite."""
     most = torch.finfo(rows.dtype).max
     if memory is not None:
         most = min(most / gain, torch.finfo(memory.dtype).max)
-    return kernels.Side(rows, memory, scale, gain, most)
+    return kernels.Side(rows, memory, scale, gain, most, mean)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -78,14 +91,15 @@ class LinearFunction(torch.autograd.Function):
         choice, memory, scales = ctx.how
         count = math.prod(x.shape[:-1])  # a layer may have no inputs, of which -1 would make nothing
         rows, of_rows = x.reshape(count, x.shape[-1]), gradient.reshape(count, gradient.shape[-1])
-        of_input = of_weight = of_bias = None
+        of_input = of_weight = of_bias = sums = None
         if ctx.needs_input_grad[0]:
             of_input = (of_rows @ cast).reshape(x.shape)
-        if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight))
-            of_weight = of_weight.to(ctx.weight.dtype)
         if ctx.needs_input_grad[2]:
-            of_bias = of_rows.sum(0).to(ctx.bias_dtype)
+            sums = of_rows.sum(0)
+            of_bias = sums.to(ctx.bias_dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight), sums)
+            of_weight = of_weight.to(ctx.weight.dtype)
         return of_input, of_weight, of_bias, None, None, None
 
 
@@ -116,7 +130,7 @@ class PointwiseFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             seen = x[(..., *(slice(None, None, step) for step in ctx.stride))]
             rows, of_rows = _rows(seen), _rows(gradient)
-            of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight))
+            of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight), of_bias)
             of_weight = of_weight.to(ctx.weight.dtype).reshape(ctx.weight.shape)
         if of_bias is not None:
             of_bias = of_bias.to(ctx.bias_dtype)
@@ -137,10 +151,10 @@ def _rows(images: torch.Tensor) -> torch.Tensor:
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, k: int | float, policy: str = "topk",
-    memory: RowMemory | None = None,
+    centre: bool = True, memory: RowMemory | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`torch.nn.functional.linear`, with the gradient of `weight` from k rows: `memory` keeps the rest, if given."""
-    return LinearFunction.apply(x, weight, bias, Choice(k, policy), memory, Scales())
+    return LinearFunction.apply(x, weight, bias, Choice(k, policy, centre), memory, Scales())
 
 
 def in_autocast(x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,8 @@ class ChosenRows(nn.Module):
 
     def extra_repr(self) -> str:
         decay = self.memory.decay if self.memory else 0
-        return f"{super().extra_repr()}, k={self.choice.k}, policy={self.choice.policy}, decay={decay}"
+        choice = f"k={self.choice.k}, policy={self.choice.policy}, decay={decay}, centre={self.choice.centre}"
+        return f"{super().extra_repr()}, {choice}"
 
 
 class Linear(ChosenRows, nn.Linear):
@@ -99,10 +100,11 @@ class Linear(ChosenRows, nn.Linear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
-        k: int | float, policy: str = "topk", decay: float = 1.0, memory_dtype: torch.dtype | None = None,
+        k: int | float, policy: str = "topk", decay: float = 1.0, centre: bool = True,
+        memory_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self.choose(Choice(k, policy), RowMemory(decay, memory_dtype) if decay else None)
+        self.choose(Choice(k, policy, centre), RowMemory(decay, memory_dtype) if decay else None)
 
     # Inputs are called `input`, as torch calls them: they may be given by that name.
     def forward(self, input: torch.Tensor) -> torch.Tensor:

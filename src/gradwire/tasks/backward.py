@@ -14,7 +14,7 @@ from .. import backward
 from ..backward.choice import Choice
 from ..backward.layers import MEMORIES
 from ..errors import SpecError, unknown_name
-from ..spec import number, split
+from ..spec import number, one_of, split
 
 EXACT = "none"
 
@@ -25,9 +25,10 @@ class Rows(NamedTuple):
     policy: str
     k: int | float = 0.25
     decay: float = 1.0
+    centre: bool = True
 
     def __str__(self) -> str:
-        return f"{self.policy}:k={self.k},decay={self.decay:g}"
+        return f"{self.policy}:k={self.k},decay={self.decay:g},centre={'yes' if self.centre else 'no'}"
 
 
 def parse(spec: str) -> Rows | None:
@@ -35,7 +36,7 @@ def parse(spec: str) -> Rows | None:
     name, given = split(spec)
     if name not in (EXACT, *backward.POLICIES):
         raise unknown_name("--backward", name, (EXACT, *backward.POLICIES))
-    allowed = ("k", "decay") if name != EXACT else ()
+    allowed = ("k", "decay", "centre") if name != EXACT else ()
     for key in given:
         if key not in allowed:
             raise unknown_name(f"parameter of {name}", key, allowed or ["none at all"])
@@ -47,6 +48,8 @@ def parse(spec: str) -> Rows | None:
             rows = rows._replace(k=_count_or_share(given["k"]))
         if "decay" in given:
             rows = rows._replace(decay=number(0, 1)(given["decay"]))
+        if "centre" in given:
+            rows = rows._replace(centre=one_of("yes", "no")(given["centre"]) == "yes")
     except SpecError as error:
         raise SpecError(f"--backward {spec}: {error}") from None
     return rows
@@ -61,7 +64,7 @@ def convert(model: nn.Module, spec: str) -> list[str]:
     """Convert the linear layers of the model; the names of those that were."""
     rows = parse(spec)
     if rows:
-        backward.convert(model, rows.k, rows.policy, rows.decay)
+        backward.convert(model, rows.k, rows.policy, rows.decay, centre=rows.centre)
     return list(backward.converted(model))
 
 

@@ -1,6 +1,6 @@
-"""Rows of a batch, in Triton. The work is that of the memory, so each kernel reads and writes every number once.
+"""Rows of a batch, in Triton: both sides of a layer in one launch, and every number is read and written once.
 
-- Nothing waits for the GPU: `finite` is read by the kernel that needs it.
+- Nothing waits for the GPU: `total` is read by the kernel that needs it.
 - No multiplication is fused with an addition (`enable_fp_fusion=False`): values are those of the reference, bit for
   bit; norms are, to the rounding of fp64 sums in another order.
 - Offsets are int64: a million rows of 8192 numbers are more than int32 can count.
@@ -12,121 +12,155 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["can", "row_norms", "take_rows"]
+from ..reference.rows import Side
+from .largest import largest
 
-# A program has a tile of so many numbers at a time, of one row or of several short ones.
-TILE, WARPS = 4096, 8
-# fp64 sums of squares neither vanish for rows of 1e-25 nor overflow for those of 1e20, and hide behind the memory.
-SUM = tl.float64
-PLACES = 4096
+__all__ = ["can", "join_rows", "largest", "take_rows"]
+
+# What a program has of a side at a time: of one row, or of several short ones.
+JOINED, TAKEN = 4096, 4096
+# Rows of up to so many columns are joined in registers; of wider ones all but the first block are read twice.
+HELD = 16384
+# Numbers of a side for each warp: 16 for each thread. They are all loaded before the first is needed.
+OF_A_WARP = 512
 
 
-def can(rows: torch.Tensor, memory: torch.Tensor | None) -> bool:
-    known = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.dim() == 2 and rows.is_contiguous()
-    if memory is None or not known:
-        return known
+def can(side: Side) -> bool:
+    rows, memory = side.rows, side.memory
+    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.dim() != 2 or not rows.is_contiguous():
+        return False
+    if memory is None:
+        return True
     return memory.dtype in (torch.float32, torch.bfloat16) and memory.shape == rows.shape and memory.is_contiguous()
 
 
-def row_norms(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
-    count, columns = rows.shape
-    norms = torch.empty(count, dtype=torch.float64, device=rows.device)
-    if not rows.numel():
-        return norms.zero_()
-    with torch.cuda.device_of(rows):
-        grid, tile = _tiles(count, columns)
-        _norms[grid](rows, memory, norms, count, keep, scale, SUM, columns, **tile)
-    return norms
+def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
+    (count, x_columns), d_columns = inputs.rows.shape, outputs.rows.shape[1]
+    scores = torch.empty(count, dtype=torch.float64, device=inputs.rows.device)
+    if not count:
+        return scores
+    x_block, d_block = _held(x_columns), _held(d_columns)
+    rows = max(1, JOINED // max(x_block, d_block))
+    with torch.cuda.device_of(scores):
+        _join[(triton.cdiv(count, rows),)](
+            inputs.rows, inputs.memory, outputs.rows, outputs.memory, scores, count,
+            keep, inputs.scale, outputs.scale, inputs.most, outputs.most,
+            x_columns, d_columns, rows, x_block, d_block,
+            num_warps=_warps(rows * max(x_block, d_block)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return scores
 
 
 def take_rows(
-    rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float, gain: float,
-    chosen: torch.Tensor, finite: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    (count, columns), taken = rows.shape, len(chosen)
-    packed = torch.empty(taken, columns, dtype=rows.dtype, device=rows.device)
-    if memory is None:  # no other rows are looked at
-        count, places = taken, chosen
-    else:
-        places = torch.empty(count, dtype=torch.int32, device=rows.device)
-    if not count or not columns:
-        return packed
-    with torch.cuda.device_of(rows):
-        if memory is not None:
-            parts = triton.next_power_of_2(triton.cdiv(taken, PLACES))  # few kernels for all sizes of batches
-            _invert[(triton.cdiv(count, PLACES),)](chosen, places, count, taken, parts, PLACES, num_warps=8)
-        grid, tile = _tiles(count, columns)
-        _take[grid](rows, memory, packed, places, finite, count, keep, scale, gain, columns, **tile)
-    return packed
+    inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count, x_columns, d_columns = chosen.shape[0], inputs.rows.shape[1], outputs.rows.shape[1]
+    x = inputs.rows.new_empty(count, x_columns)
+    d = outputs.rows.new_empty(count, d_columns)
+    if not count:
+        return x, d
+    x_block, d_block = _block(x_columns, TAKEN), _block(d_columns, TAKEN)
+    rows = max(1, TAKEN // max(x_block, d_block))
+    parts = max(triton.cdiv(x_columns, x_block), triton.cdiv(d_columns, d_block), 1)
+    remembered = inputs.memory is not None
+    with torch.cuda.device_of(x):
+        _take[(triton.cdiv(count, rows), parts)](
+            inputs.memory if remembered else inputs.rows, x, outputs.memory if remembered else outputs.rows, d,
+            chosen, total, count, inputs.gain, outputs.gain,
+            remembered, x_columns, d_columns, rows, x_block, d_block,
+            num_warps=_warps(rows * max(x_block, d_block)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return x, d
 
 
-def _tiles(count: int, columns: int) -> tuple[tuple[int], dict[str, int | bool]]:
-    block = min(triton.next_power_of_2(columns), TILE)
-    rows = TILE // block
-    how: dict[str, int | bool] = {"ROWS": rows, "BLOCK": block, "num_warps": WARPS, "enable_fp_fusion": False}
-    return (triton.cdiv(count, rows),), how
+def _block(columns: int, most: int) -> int:
+    return min(triton.next_power_of_2(max(columns, 1)), most)
+
+
+def _held(columns: int) -> int:
+    return _block(columns, JOINED if columns > HELD else HELD)
+
+
+def _warps(numbers: int) -> int:
+    return min(16, max(4, numbers // OF_A_WARP))
 
 
 @triton.jit
-def _joined(rows, memory, at, here, keep, scale, eviction: tl.constexpr):
-    joined = tl.load(rows + at, mask=here, other=0, eviction_policy=eviction).to(tl.float32) * scale
+def _joined(rows, memory, row, inside, column, keep, scale, COLUMNS: tl.constexpr):
+    at = row[:, None] * COLUMNS + column[None, :]
+    here = inside[:, None] & (column < COLUMNS)[None, :]
+    joined = tl.load(rows + at, mask=here, other=0).to(tl.float32) * scale
     if memory is not None:
-        joined = tl.load(memory + at, mask=here, other=0, eviction_policy=eviction).to(tl.float32) * keep + joined
+        joined = tl.load(memory + at, mask=here, other=0).to(tl.float32) * keep + joined
     return joined
 
 
+@triton.jit
+def _norm(rows, memory, row, inside, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a row whose first block is here. fp64 squares neither vanish for rows of 1e-25 nor overflow for 1e20."""
+    squares = first.to(tl.float64) * first.to(tl.float64)
+    for start in range(BLOCK, COLUMNS, BLOCK):
+        joined = _joined(rows, memory, row, inside, start + tl.arange(0, BLOCK), keep, scale, COLUMNS).to(tl.float64)
+        squares += joined * joined
+    return tl.sqrt(tl.sum(squares, 1))
+
+
+@triton.jit
+def _remember(rows, memory, row, fits, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    if memory is not None:
+        at = row[:, None] * COLUMNS + tl.arange(0, BLOCK)[None, :]
+        here = fits[:, None] & (tl.arange(0, BLOCK) < COLUMNS)[None, :]
+        tl.store(memory + at, first.to(memory.dtype.element_ty), mask=here)
+        for start in range(BLOCK, COLUMNS, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            joined = _joined(rows, memory, row, fits, column, keep, scale, COLUMNS).to(memory.dtype.element_ty)
+            here = fits[:, None] & (column < COLUMNS)[None, :]
+            tl.store(memory + (row[:, None] * COLUMNS + column[None, :]), joined, mask=here)
+
+
 @triton.jit(do_not_specialize=["count"])
-def _norms(
-    rows, memory, norms, count, keep, scale,
-    SUM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _join(
+    x, x_memory, d, d_memory, scores, count, keep, x_scale, d_scale, x_most: tl.float64, d_most: tl.float64,
+    X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    squares = tl.zeros([ROWS, BLOCK], SUM)
-    for start in range(0, COLUMNS, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        here = (row < count)[:, None] & (column < COLUMNS)[None, :]
-        # take_rows comes next: of small batches it finds all in the cache.
-        joined = _joined(rows, memory, row[:, None] * COLUMNS + column[None, :], here, keep, scale, "").to(SUM)
-        squares += joined * joined
-    tl.store(norms + row, tl.sqrt(tl.sum(squares, 1)).to(tl.float64), mask=row < count)
+    inside = row < count
+    x_first = _joined(x, x_memory, row, inside, tl.arange(0, X_BLOCK), keep, x_scale, X)
+    d_first = _joined(d, d_memory, row, inside, tl.arange(0, D_BLOCK), keep, d_scale, D)
+    x_norm = _norm(x, x_memory, row, inside, x_first, keep, x_scale, X, X_BLOCK)
+    d_norm = _norm(d, d_memory, row, inside, d_first, keep, d_scale, D, D_BLOCK)
+    fits = (x_norm <= x_most) & (d_norm <= d_most)  # not for NaN
+    tl.store(scores + row, tl.where(fits, x_norm * d_norm, float("nan")), mask=inside)
+    _remember(x, x_memory, row, inside & fits, x_first, keep, x_scale, X, X_BLOCK)
+    _remember(d, d_memory, row, inside & fits, d_first, keep, d_scale, D, D_BLOCK)
 
 
-@triton.jit(do_not_specialize=["count", "taken"])
-def _invert(chosen, places, count, taken, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """places[chosen[i]] = i, and -1 elsewhere: every program fills a part of its own, and looks through all chosen."""
-    index = tl.arange(0, BLOCK)
-    first = tl.program_id(0) * BLOCK
-    tl.store(places + first + index, -1, mask=first + index < count)
-    tl.debug_barrier()
-    for _ in range(PARTS):
-        row = tl.load(chosen + index, mask=index < taken, other=-1)
-        tl.store(places + row, index, mask=(row >= first) & (row < first + BLOCK))
-        index += BLOCK
+@triton.jit
+def _take_side(
+    source, taken, row, place, inside, finite, gain,
+    REMEMBERED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = inside[:, None] & (column < COLUMNS)[None, :]
+    at = row[:, None] * COLUMNS + column[None, :]
+    value = tl.load(source + at, mask=here, other=0).to(tl.float32)
+    if REMEMBERED:
+        value = value * gain
+        tl.store(source + at, tl.zeros_like(value).to(source.dtype.element_ty), mask=here & finite[:, None])
+    value = tl.where(finite[:, None], value, float("nan")).to(taken.dtype.element_ty)
+    tl.store(taken + (place[:, None] * COLUMNS + column[None, :]), value, mask=here)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _take(
-    rows, memory, packed, places, finite, count, keep, scale, gain,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_taken, d, d_taken, chosen, total, count, x_gain, d_gain, REMEMBERED: tl.constexpr,
+    X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over all rows, where `places` says which row of `packed` each becomes; without memory over those of `packed`,
-    where it says which rows they are."""
-    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = index < count
-    place = tl.load(places + index, mask=inside, other=-1).to(tl.int64)
-    is_finite = tl.load(finite)
-    is_chosen = place >= 0
-    if memory is None:
-        row, to = place, index
-    else:
-        row, to = index, place
-    for start in range(0, COLUMNS, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        here = inside[:, None] & (column < COLUMNS)[None, :]
-        at = row[:, None] * COLUMNS + column[None, :]
-        joined = _joined(rows, memory, at, here, keep, scale, "evict_first")
-        value = tl.where(is_finite, joined * gain, float("nan")).to(packed.dtype.element_ty)
-        tl.store(packed + (to[:, None] * COLUMNS + column[None, :]), value, mask=here & is_chosen[:, None])
-        if memory is not None:
-            left = tl.where(is_chosen[:, None], 0.0, joined).to(memory.dtype.element_ty)
-            tl.store(memory + at, left, mask=here & is_finite, eviction_policy="evict_first")
+    """`x` and `d` are the memories, or the rows where nothing is remembered."""
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = place < count
+    row = tl.load(chosen + place, mask=inside, other=0)
+    sum_of_scores = tl.load(total) + tl.zeros([ROWS], tl.float64)  # of a scalar, the interpreter forgets the type
+    finite = sum_of_scores <= float("inf")  # all but NaN
+    _take_side(x, x_taken, row, place, inside, finite, x_gain, REMEMBERED, X, X_BLOCK)
+    _take_side(d, d_taken, row, place, inside, finite, d_gain, REMEMBERED, D, D_BLOCK)

@@ -19,10 +19,11 @@ class Side(NamedTuple):
     scale: float = 1.0  # of rows on their way into the memory
     gain: float = 1.0  # of rows on their way out of it
     most: float = float("inf")  # the largest norm that memory and taken rows can hold
+    mean: torch.Tensor | None = None  # [columns], in the dtype of the rows; subtracted from each of them
 
 
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
-    """memory ← keep·memory + scale·rows on both sides; the norms of the outer products of these rows, in fp64.
+    """memory ← keep·memory + scale·(rows − mean) on both sides; the norms of their outer products, in fp64.
 
     A row with a norm above `most` on either side, or none at all (NaN), has the score NaN and changes no memory.
     """
@@ -46,23 +47,30 @@ def take_rows(
     """The chosen rows of both sides, times gain, in the dtype of their rows; zero takes their place in the memory.
 
     `chosen` is ascending. Where `total`, the sum of the scores, is NaN, all that is taken is NaN and nothing leaves the
-    memory.
+    memory. Where the inputs have a mean there is room for one more row at the end of both, which the caller fills.
     """
-    finite = not total.isnan()
-    return _taken(inputs, chosen, finite), _taken(outputs, chosen, finite)
+    more = 0 if inputs.mean is None else 1
+    taken = [side.rows.new_full((len(chosen) + more, side.rows.shape[1]), torch.nan) for side in (inputs, outputs)]
+    if not total.isnan():
+        for side, into in zip((inputs, outputs), taken, strict=True):
+            into[: len(chosen)] = _taken(side, chosen)
+    return taken[0], taken[1]
 
 
 def _joined(side: Side, keep: float) -> torch.Tensor:
     """In the wider of fp32 and the dtype of the rows, whatever the memory is stored in."""
-    rows = side.rows.to(torch.promote_types(side.rows.dtype, torch.float32)) * side.scale
+    rows = _centred(side, side.rows) * side.scale
     return rows if side.memory is None else side.memory.to(rows.dtype) * keep + rows
 
 
-def _taken(side: Side, chosen: torch.Tensor, finite: bool) -> torch.Tensor:
-    if not finite:
-        return side.rows.new_full((len(chosen), side.rows.shape[1]), torch.nan)
+def _centred(side: Side, rows: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.to(wide) if side.mean is None else rows.to(wide) - side.mean.to(wide)
+
+
+def _taken(side: Side, chosen: torch.Tensor) -> torch.Tensor:
     if side.memory is None:
-        return side.rows[chosen]
+        return _centred(side, side.rows[chosen])
     taken = side.memory[chosen].to(torch.promote_types(side.rows.dtype, torch.float32)) * side.gain
     side.memory[chosen] = 0
-    return taken.to(side.rows.dtype)
+    return taken
