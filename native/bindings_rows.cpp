@@ -10,7 +10,8 @@ namespace {
 // A matrix in rows without gaps: its address, rows, columns, and whether it is bf16 rather than fp32. Small layers call
 // these kernels so often that the way of a tensor through numpy and nanobind would take longer than the work.
 using Matrix = std::tuple<uintptr_t, size_t, size_t, bool>;
-using GivenSide = std::tuple<Matrix, std::optional<Matrix>, double, double, double>;  // as in kernels/reference/rows.py
+// As in kernels/reference/rows.py; the mean is one row.
+using GivenSide = std::tuple<Matrix, std::optional<Matrix>, double, double, double, std::optional<Matrix>>;
 using Addresses = std::tuple<uintptr_t, uintptr_t>;
 
 void* data_of(const Matrix& matrix) {
@@ -20,14 +21,18 @@ void* data_of(const Matrix& matrix) {
 }
 
 Side make_side(const GivenSide& given, size_t count) {
-    const auto& [rows, memory, scale, gain, most] = given;
-    require(std::get<1>(rows) == count, "the sides have different numbers of rows");
-    const size_t columns = std::get<2>(rows);
+    const auto& [rows, memory, scale, gain, most, mean] = given;
+    const auto& [address, own_count, columns, half] = rows;
+    require(own_count == count, "the sides have different numbers of rows");
     if (memory)
         require(std::get<1>(*memory) == count && std::get<2>(*memory) == columns, "memory has another shape");
+    if (mean) {
+        require(std::get<1>(*mean) == 1 && std::get<2>(*mean) == columns, "mean has another shape");
+        require(std::get<3>(*mean) == half, "mean has another type than the rows");
+    }
     const MemoryKind kind = !memory ? kNoMemory : std::get<3>(*memory) ? kHalfMemory : kFloatMemory;
-    return {data_of(rows), memory ? data_of(*memory) : nullptr, std::get<3>(rows), kind, columns, float(scale),
-            float(gain), most};
+    return {data_of(rows), memory ? data_of(*memory) : nullptr, mean ? data_of(*mean) : nullptr, half,
+            mean.has_value(), kind, columns, float(scale), float(gain), most};
 }
 
 size_t rows_of(const GivenSide& inputs, const GivenSide& outputs) {

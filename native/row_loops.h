@@ -1,4 +1,4 @@
-// The loops over rows, compiled once per instruction set: N numbers at a time, as many as a register has doubles.
+// The loops over rows, compiled once per instruction set.
 #pragma once
 
 #include <cmath>
@@ -42,6 +42,13 @@ struct Of8 {
     typedef uint32_t Words __attribute__((vector_size(32)));
     typedef Half Halves __attribute__((vector_size(16)));
 };
+struct Of16 {
+    static constexpr int count = 16;
+    typedef float Floats __attribute__((vector_size(64)));
+    typedef double Doubles __attribute__((vector_size(128)));
+    typedef uint32_t Words __attribute__((vector_size(64)));
+    typedef Half Halves __attribute__((vector_size(32)));
+};
 
 template <class V>
 struct Wide : V {
@@ -67,16 +74,28 @@ struct Wide : V {
     }
 };
 
-// Entries of keep·memory + scale·row. Memory is void where nothing is remembered.
-template <class Row, class Memory>
+// Entries of keep·memory + scale·(row − mean). Memory is void where nothing is remembered, Mean where there is none.
+template <class Row, class Mean, class Memory>
 struct Joined {
     const Row* row;
+    const Mean* mean;
     const Memory* memory;
     float keep, scale;
 
+    Joined(const void* row, const void* mean, const void* memory, float keep, float scale)
+        : row(static_cast<const Row*>(row)), mean(static_cast<const Mean*>(mean)),
+          memory(static_cast<const Memory*>(memory)), keep(keep), scale(scale) {}
+
+    template <class V>
+    typename V::Floats centred(size_t i) const {
+        if constexpr (std::is_void_v<Mean>)
+            return Wide<V>::load(row + i);
+        else
+            return Wide<V>::load(row + i) - Wide<V>::load(mean + i);
+    }
     template <class V>
     typename V::Floats at(size_t i) const {
-        const typename V::Floats entered = Wide<V>::load(row + i) * scale;
+        const typename V::Floats entered = centred<V>(i) * scale;
         if constexpr (std::is_void_v<Memory>)
             return entered;
         else
@@ -92,11 +111,11 @@ inline void each_column(size_t n, Step step) {
     for (; i < n; i++) step(i, Of1());
 }
 
-template <class V, class Row, class Memory>
-double norm_of(const void* row, const void* memory, size_t columns, float keep, float scale) {
+template <class V, class Row, class Mean, class Memory>
+double norm_of(const void* row, const void* mean, const void* memory, size_t columns, float keep, float scale) {
     using Doubles = typename V::Doubles;
     constexpr int N = V::count;
-    const Joined<Row, Memory> joined{static_cast<const Row*>(row), static_cast<const Memory*>(memory), keep, scale};
+    const Joined<Row, Mean, Memory> joined(row, mean, memory, keep, scale);
     Doubles part[kSums / N] = {};
     size_t i = 0;
     for (; i + kSums <= columns; i += kSums)
@@ -115,39 +134,50 @@ double norm_of(const void* row, const void* memory, size_t columns, float keep, 
     return std::sqrt(sums[0]);
 }
 
-template <class V, class Row, class Memory>
-void join_into(const void* row, void* memory, size_t columns, float keep, float scale) {
+template <class V, class Row, class Mean, class Memory>
+void join_into(const void* row, const void* mean, void* memory, size_t columns, float keep, float scale) {
     if constexpr (!std::is_void_v<Memory>) {
+        const Joined<Row, Mean, Memory> joined(row, mean, memory, keep, scale);
         Memory* out = static_cast<Memory*>(memory);
-        const Joined<Row, Memory> joined{static_cast<const Row*>(row), out, keep, scale};
         each_column<V>(columns, [&](size_t i, auto v) {
             Wide<decltype(v)>::store(out + i, joined.template at<decltype(v)>(i));
         });
     }
 }
 
-template <class V, class Row, class Memory>
-void take_from(const void* row, void* memory, size_t columns, float gain, void* taken) {
+template <class V, class Row, class Mean, class Memory>
+void take_from(const void* row, const void* mean, void* memory, size_t columns, float gain, void* taken) {
     if (!columns) return;
-    if constexpr (std::is_void_v<Memory>) {
-        std::memcpy(taken, row, columns * sizeof(Row));
-    } else {
-        Memory* in = static_cast<Memory*>(memory);
-        Row* out = static_cast<Row*>(taken);
+    Row* out = static_cast<Row*>(taken);
+    if constexpr (!std::is_void_v<Memory>) {
+        const Memory* in = static_cast<const Memory*>(memory);
         each_column<V>(columns, [&](size_t i, auto v) {
             Wide<decltype(v)>::store(out + i, Wide<decltype(v)>::load(in + i) * gain);
         });
         std::memset(memory, 0, columns * sizeof(Memory));
+    } else if constexpr (std::is_void_v<Mean>) {
+        std::memcpy(taken, row, columns * sizeof(Row));
+    } else {
+        const Joined<Row, Mean, void> joined(row, mean, nullptr, 0, 0);
+        each_column<V>(columns, [&](size_t i, auto v) {
+            Wide<decltype(v)>::store(out + i, joined.template centred<decltype(v)>(i));
+        });
     }
 }
 
-template <class V, class Row, class Memory>
-constexpr RowLoops row_loops{norm_of<V, Row, Memory>, join_into<V, Row, Memory>, take_from<V, Row, Memory>};
+// V for sums in doubles, W, of as many floats as a register has, for the rest.
+template <class V, class W, class Row, class Mean, class Memory>
+constexpr RowLoops row_loops{norm_of<V, Row, Mean, Memory>, join_into<W, Row, Mean, Memory>,
+                             take_from<W, Row, Mean, Memory>};
 
-template <class V>
+template <class V, class W>
 constexpr RowKernels row_kernels() {
-    return {{{row_loops<V, float, void>, row_loops<V, float, float>, row_loops<V, float, Half>},
-             {row_loops<V, Half, void>, row_loops<V, Half, float>, row_loops<V, Half, Half>}}};
+    return {{{{row_loops<V, W, float, void, void>, row_loops<V, W, float, float, void>},
+              {row_loops<V, W, float, void, float>, row_loops<V, W, float, float, float>},
+              {row_loops<V, W, float, void, Half>, row_loops<V, W, float, float, Half>}},
+             {{row_loops<V, W, Half, void, void>, row_loops<V, W, Half, Half, void>},
+              {row_loops<V, W, Half, void, float>, row_loops<V, W, Half, Half, float>},
+              {row_loops<V, W, Half, void, Half>, row_loops<V, W, Half, Half, Half>}}}};
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-const RowKernels portable_rows = row_kernels<Of2>();
+const RowKernels portable_rows = row_kernels<Of2, Of4>();
 
 namespace {
 
@@ -43,15 +43,15 @@ struct Use : Side {
 
     explicit Use(const Side& side)
         : Side(side),
-          loops(row_kernels_in_use().of[half_rows][remembers]),
+          loops(row_kernels_in_use().of[half_rows][remembers][centred]),
           row_bytes(columns * (half_rows ? 2 : 4)),
           memory_bytes(columns * (remembers == kNoMemory ? 0 : remembers == kHalfMemory ? 2 : 4)) {}
 
     const void* row(size_t j) const { return static_cast<const char*>(rows) + j * row_bytes; }
     void* slot(size_t j) const { return static_cast<char*>(memory) + j * memory_bytes; }
-    double norm(size_t j, float keep) const { return loops.norm(row(j), slot(j), columns, keep, scale); }
-    void join(size_t j, float keep) const { loops.join(row(j), slot(j), columns, keep, scale); }
-    void take(size_t j, void* taken) const { loops.take(row(j), slot(j), columns, gain, taken); }
+    double norm(size_t j, float keep) const { return loops.norm(row(j), mean, slot(j), columns, keep, scale); }
+    void join(size_t j, float keep) const { loops.join(row(j), mean, slot(j), columns, keep, scale); }
+    void take(size_t j, void* taken) const { loops.take(row(j), mean, slot(j), columns, gain, taken); }
 };
 
 size_t bytes_of_row(const Use& a, const Use& b) {

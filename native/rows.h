@@ -1,8 +1,8 @@
 // Rows of a batch and what is remembered of them (kernels/reference/rows.py): joined, scored, and some taken out again.
 //
 // Traps:
-// - keep·memory and scale·row are rounded to fp32, then their sum; a chosen row of the memory times gain is rounded on
-//   its own: no fused multiply-add, and no factor drawn together with another.
+// - row − mean is rounded to fp32, so are keep·memory and scale times it, then their sum; a chosen row of the memory
+//   times gain is rounded on its own: no fused multiply-add, and no factor drawn together with another.
 // - Sums of squares are fp64: an fp32 number has a square that fp32 may not have. They are made in sixteen partial sums
 //   (column i in the one of i mod 16), which are added pairwise, so that norms have the same bits on every machine.
 // - Norms are those of joined rows before a memory of bf16 rounds them.
@@ -21,7 +21,9 @@ enum MemoryKind { kNoMemory, kFloatMemory, kHalfMemory };
 struct Side {
     const void* rows;
     void* memory;
+    const void* mean;  // of the type of the rows
     bool half_rows;  // bf16 rather than fp32
+    bool centred;  // there is a mean
     MemoryKind remembers;
     size_t columns;
     float scale, gain;
@@ -30,13 +32,14 @@ struct Side {
 
 // One row of one side: `row` and `memory` are where it starts.
 struct RowLoops {
-    double (*norm)(const void* row, const void* memory, size_t columns, float keep, float scale);
-    void (*join)(const void* row, void* memory, size_t columns, float keep, float scale);
-    void (*take)(const void* row, void* memory, size_t columns, float gain, void* taken);  // zero takes its place
+    double (*norm)(const void* row, const void* mean, const void* memory, size_t columns, float keep, float scale);
+    void (*join)(const void* row, const void* mean, void* memory, size_t columns, float keep, float scale);
+    // From the memory, where zero takes its place, or else the row less the mean.
+    void (*take)(const void* row, const void* mean, void* memory, size_t columns, float gain, void* taken);
 };
 
 struct RowKernels {
-    RowLoops of[2][3];  // by half_rows and MemoryKind
+    RowLoops of[2][3][2];  // by half_rows, MemoryKind and centred
 };
 
 extern const RowKernels portable_rows;

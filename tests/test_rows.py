@@ -72,7 +72,8 @@ def batches(draw: st.DrawFn) -> tuple[list[Side], float, torch.Tensor]:
         rows, memory = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
         most = draw(st.sampled_from([3.0, 3.4028234663852886e38, float("inf")]))
         own = matrix(columns, memory) if remembers else None
-        return Side(matrix(columns, rows), own, draw(factor), draw(factor), most)
+        mean = matrix(columns, rows).sum(0) / 4 if draw(st.booleans()) else None
+        return Side(matrix(columns, rows), own, draw(factor), draw(factor), most, mean)
 
     remembers = draw(st.booleans())
     chosen = np.flatnonzero(rng.random(count) < draw(st.sampled_from([0, 0.3, 1])))
@@ -107,7 +108,8 @@ def test_taken_rows_and_what_is_left_are_those_of_the_reference(batch):
     for _ in each_set():
         own = [copied(side) for side in sides]
         for mine, theirs in zip(cpu.take_rows(*own, chosen, FINITE), expected, strict=True):
-            check_same_but_for_nans(mine, theirs)
+            assert mine.shape == theirs.shape  # with room for the mean, if there is one
+            check_same_but_for_nans(mine[: len(chosen)], theirs[: len(chosen)])
         for mine, theirs in zip(own, left, strict=True):
             check_same_but_for_nans(mine.memory, theirs.memory)
 
@@ -119,7 +121,7 @@ def test_where_something_is_not_finite_nothing_leaves_the_memory(batch):
     for _ in each_set():
         taken = cpu.take_rows(*sides, chosen, torch.tensor(torch.nan, dtype=torch.float64))
         for rows, side, stored in zip(taken, sides, before, strict=True):
-            assert rows.shape == (len(chosen), side.rows.shape[1])
+            assert rows.shape == (len(chosen) + (sides[0].mean is not None), side.rows.shape[1])
             assert rows.dtype == side.rows.dtype
             assert bool(rows.isnan().all())
             assert stored is None or bits(side.memory) == stored
@@ -221,7 +223,9 @@ def test_other_tensors_go_to_the_reference():
     for other in [*others, matrix.as_subclass(Wrapped), negated]:
         assert not cpu.can(Side(other, None))
         assert not cpu.can(Side(matrix, other))
-    assert cpu.can(Side(matrix[1:3], matrix[2:4].bfloat16()))
+    for mean in (matrix, matrix[0].double(), matrix[0].bfloat16(), torch.ones(16)[::2]):
+        assert not cpu.can(Side(matrix, None, mean=mean))
+    assert cpu.can(Side(matrix[1:3], matrix[2:4].bfloat16(), mean=matrix[0]))
     memory = torch.zeros(8, 6).t()
     sides = Side(matrix, memory), Side(matrix, torch.zeros(6, 8))
     kernels.join_rows(*sides, 1.0)
@@ -243,6 +247,7 @@ def test_shapes_that_do_not_match_are_refused():
         good._replace(memory=torch.ones(3, 4)),
         Side(torch.ones(5, 3), torch.ones(5, 3)),
         Side(good.rows, None),
+        good._replace(mean=torch.ones(4)),
     ):
         for sides in ((good, other), (other, good)):
             with pytest.raises(ValueError, match=r"shape|numbers of rows|both sides"):

@@ -17,18 +17,20 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have their data elsewhe
 
 
 def can(side: Side) -> bool:
-    """fp32 or bf16 on the CPU, row after row without gaps."""
-    return _fits(side.rows) and (side.memory is None or _fits(side.memory))
+    """fp32 or bf16 on the CPU, row after row without gaps; the mean in the dtype of the rows."""
+    rows, memory, mean = side.rows, side.memory, side.mean
+    if rows.dim() != 2 or not _fits(rows) or (memory is not None and (memory.dim() != 2 or not _fits(memory))):
+        return False
+    return mean is None or (mean.dtype == rows.dtype and mean.dim() == 1 and _fits(mean))
 
 
-def _fits(matrix: torch.Tensor) -> bool:
+def _fits(tensor: torch.Tensor) -> bool:
     return (
-        matrix.is_cpu
-        and matrix.dtype in DTYPES
-        and type(matrix) in PLAIN
-        and matrix.dim() == 2
-        and matrix.is_contiguous()
-        and not matrix.is_neg()
+        tensor.is_cpu
+        and tensor.dtype in DTYPES
+        and type(tensor) in PLAIN
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
     )
 
 
@@ -42,7 +44,9 @@ def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count = chosen.shape[0]
-    a, b = (torch.empty(count, side.rows.shape[1], dtype=side.rows.dtype) for side in (inputs, outputs))
+    more = count + (inputs.mean is not None)
+    a = torch.empty(more, inputs.rows.shape[1], dtype=inputs.rows.dtype)
+    b = torch.empty(more, outputs.rows.shape[1], dtype=outputs.rows.dtype)
     if math.isnan(total.item()):
         return a.fill_(math.nan), b.fill_(math.nan)
     if chosen.dtype != torch.int64 or not chosen.is_contiguous():
@@ -66,9 +70,8 @@ for kernel in (join_rows, take_rows, largest):
 
 def _side(side: Side) -> tuple:
     """For the native module, which reads addresses; `can` has made sure of what is there."""
-    rows, memory, scale, gain, most = side
-    return _matrix(rows), None if memory is None else _matrix(memory), scale, gain, most
-
-
-def _matrix(matrix: torch.Tensor) -> tuple[int, int, int, bool]:
-    return (matrix.data_ptr(), *matrix.shape, matrix.dtype == torch.bfloat16)
+    rows, memory, scale, gain, most, mean = side
+    half = rows.dtype == torch.bfloat16
+    slots = None if memory is None else (memory.data_ptr(), *memory.shape, memory.dtype == torch.bfloat16)
+    one = None if mean is None else (mean.data_ptr(), 1, mean.shape[0], half)
+    return (rows.data_ptr(), *rows.shape, half), slots, scale, gain, most, one
