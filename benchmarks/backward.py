@@ -6,8 +6,10 @@
 A shape is rows, inputs, outputs of a layer. Norms, choice, memory and product are all in the time. Each round measures
 every contestant once, small ones many times in a row; medians count, and the best is beside them. Columns:
 
+- graph: on a GPU, the same as a CUDA graph, and × exact then: the exact product as a graph, too. Without graphs, Python
+  and launches take longer than the work of a small layer;
 - floor: the product of K rows alone, and each byte that has to move at the speed of torch's copy of a large tensor;
-- norms, choose, take: parts of the time, measured apart (on a GPU with a wait after each); the product is in the rest.
+- join, choose, take: parts of the time, measured apart (on a GPU that of the GPU); the product is in the rest.
 
 The last lines of a table are whole backward passes of a layer (gradients of weight, bias and input).
 """
@@ -15,19 +17,18 @@ The last lines of a table are whole backward passes of a layer (gradients of wei
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
-import math
 import statistics
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradwire
+from backward_clock import PARTS, Clock, Task
 from backward_report import progress, show
 from gradwire import kernels
 from gradwire.backward import POLICIES, RowMemory
@@ -37,33 +38,7 @@ from gradwire.backward.scales import Factors
 from machine import processor
 
 SHAPES = ["4096,1024,4096", "16384,4096,4096"]
-LEAST = 0.01  # seconds of a sample: what is quicker is repeated
-PARTS = ("norms", "choose", "take")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Task = Callable[[], object]
-
-
-class Clock:
-    """Seconds of a task; on a GPU those of the stream, waits for the CPU included."""
-
-    def __init__(self, device: str):
-        self.cuda = device == "cuda"
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def seconds(self, task: Task, repeat: int) -> float:
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(repeat):
-            task()
-        self.wait()
-        return (time.perf_counter() - start) / repeat
-
-    def repeats(self, task: Task) -> int:
-        task()  # compiles kernels, touches memory for the first time
-        return max(1, math.ceil(LEAST / self.seconds(task, 1)))
 
 
 class Layer:
@@ -105,43 +80,16 @@ class Layer:
         return lambda: torch.autograd.grad(y, wanted, self.d, retain_graph=True)
 
     def bytes(self, share: float, with_memory: bool) -> int:
-        """That have to move: every row once for its norm; then the chosen ones, and with a memory all once more."""
+        """That have to move: every row into the memory, then the chosen ones out of it, and zero in their place."""
         of_row, of_slot = self.x.element_size(), DTYPES[self.options.memory_dtype].itemsize
         count, columns = Choice(share).count(self.rows), self.width + self.out
         if with_memory:
-            return columns * (self.rows * (2 * of_row + 3 * of_slot) + count * of_row)
+            return columns * (self.rows * (of_row + 2 * of_slot) + count * (2 * of_slot + of_row))
         return columns * (self.rows * of_row + 2 * count * of_row)
 
 
 def label(policy: str, share: float, memory: RowMemory | None) -> str:
     return f"{policy} {share} {'memory' if memory else 'none'}"
-
-
-@contextlib.contextmanager
-def timed_parts(clock: Clock) -> Iterator[dict[str, float]]:
-    """Seconds in the kernels and in the choice, of what is done meanwhile."""
-    spent = dict.fromkeys(PARTS, 0.0)
-
-    def timed(part: str, function: Callable) -> Callable:
-        def inner(*arguments: Any) -> Any:
-            clock.wait()
-            start = time.perf_counter()
-            outcome = function(*arguments)
-            clock.wait()
-            spent[part] += time.perf_counter() - start
-            return outcome
-
-        return inner
-
-    places = [(kernels, "row_norms"), (Choice, "pick"), (kernels, "take_rows")]
-    before = [getattr(place, name) for place, name in places]
-    try:
-        for (place, name), function, part in zip(places, before, PARTS, strict=True):
-            setattr(place, name, timed(part, function))
-        yield spent
-    finally:
-        for (place, name), function in zip(places, before, strict=True):
-            setattr(place, name, function)
 
 
 def bandwidth(clock: Clock, device: str) -> float:
@@ -152,34 +100,49 @@ def bandwidth(clock: Clock, device: str) -> float:
 
 
 def measure(layer: Layer, clock: Clock, speed: float, advance: Callable[[], None]) -> dict[str, Any]:
-    tasks, rounds = layer.tasks, layer.options.rounds
-    repeats = {name: clock.repeats(task) for name, task in tasks.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    parts: dict[str, dict[str, list[float]]] = {}
-    for _ in range(rounds):
-        for name, task in tasks.items():
-            seconds[name].append(clock.seconds(task, repeats[name]))
-            if name.startswith(POLICIES):
-                with timed_parts(clock) as spent:
-                    for _ in range(repeats[name]):
-                        task()
-                for part, value in spent.items():
-                    parts.setdefault(name, {}).setdefault(part, []).append(value / repeats[name])
+    eager = {name: (task, clock.repeats(task)) for name, task in layer.tasks.items()}
+    # Backward passes run on the stream of their forward pass, which is not one that is recorded.
+    recorded = {name: clock.graph(task) for name, task in layer.tasks.items() if not name.startswith("layer")}
+    graphs = {name: (task, clock.repeats(task)) for name, task in recorded.items() if task}
+    seconds, in_graph = Samples(eager), Samples(graphs)
+    parts: dict[str, list[dict[str, float]]] = {name: [] for name in eager if name.startswith(POLICIES)}
+    for _ in range(layer.options.rounds):
+        for name, (task, repeat) in eager.items():
+            seconds.add(name, clock.seconds(task, repeat))
+            if name in graphs:
+                in_graph.add(name, clock.seconds(*graphs[name]))
+            if name in parts:
+                parts[name].append(clock.parts(task, repeat))
             advance()
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
     table = {}
-    for name in tasks:
-        exact = "layer exact" if name.startswith("layer") else "exact"
-        best = min(seconds[name])
-        table[name] = {"ms": 1e3 * middle[name], "best_ms": 1e3 * best, "times_exact": middle[exact] / middle[name]}
-        table[name]["best_times_exact"] = min(seconds[exact]) / best
+    for name in eager:
+        row = table[name] = seconds.row(name)
+        if name in graphs:
+            row |= {f"graph_{key}": value for key, value in in_graph.row(name).items()}
         if name in parts:
             _, share, memory = name.split()
-            moved = layer.bytes(float(share), memory == "memory") / speed
-            table[name]["floor_ms"] = 1e3 * (middle[f"product {share}"] + moved)
-            for part, values in parts[name].items():
-                table[name][f"{part}_ms"] = 1e3 * statistics.median(values)
+            product = (in_graph if graphs else seconds).row(f"product {share}")["ms"]
+            row["floor_ms"] = product + 1e3 * layer.bytes(float(share), memory == "memory") / speed
+            row |= {f"{part}_ms": 1e3 * statistics.median(spent[part] for spent in parts[name]) for part in PARTS}
     return {"rows": layer.rows, "inputs": layer.width, "outputs": layer.out, "tasks": table}
+
+
+class Samples:
+    """Seconds by name, each beside its exact contestant."""
+
+    def __init__(self, names: Iterable[str]):
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name].append(seconds)
+
+    def row(self, name: str) -> dict[str, float]:
+        mine, exact = self.seconds[name], self.seconds["layer exact" if name.startswith("layer") else "exact"]
+        return {
+            "ms": 1e3 * statistics.median(mine), "best_ms": 1e3 * min(mine),
+            "times_exact": statistics.median(exact) / statistics.median(mine),
+            "best_times_exact": min(exact) / min(mine),
+        }  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -187,6 +150,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     speed = bandwidth(clock, options.device)
     cuda = options.device == "cuda"
     result: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/backward.py", *sys.argv[1:]]),
         "device": options.device, "machine": torch.cuda.get_device_name() if cuda else processor(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(), "dtype": options.dtype, "memory_dtype": options.memory_dtype,
@@ -195,7 +159,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for shape in options.shapes:
         rows, width, out = (int(part) for part in shape.split(","))
         layer = Layer((rows, width, out), options)
-        result["kernels"] = kernels.rows._kernels(layer.x, None).__name__
+        result["kernels"] = kernels.rows._kernels(kernels.Side(layer.x, None), kernels.Side(layer.d, None)).__name__
         with progress(f"{rows} rows, {width} → {out}", len(layer.tasks) * options.rounds) as advance:
             result["shapes"].append(measure(layer, clock, speed, advance))
         show(result, result["shapes"][-1])

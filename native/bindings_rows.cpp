@@ -1,56 +1,81 @@
 // Argument checks of the kernels of rows.
+#include <nanobind/stl/tuple.h>
+
 #include "bindings.h"
 #include "rows.h"
 
 namespace gradwire {
 namespace {
 
-// fp32, or the bits of bf16 as uint16.
-using Matrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using MatrixOut = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using DoublesOut = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A matrix in rows without gaps: its address, rows, columns, and whether it is bf16 rather than fp32. Small layers call
+// these kernels so often that the way of a tensor through numpy and nanobind would take longer than the work.
+using Matrix = std::tuple<uintptr_t, size_t, size_t, bool>;
+// As in kernels/reference/rows.py; the mean is one row.
+using GivenSide = std::tuple<Matrix, std::optional<Matrix>, double, double, double, std::optional<Matrix>>;
+using Addresses = std::tuple<uintptr_t, uintptr_t>;
 
-template <class Array>
-bool is_half(const Array& matrix) {
-    require(matrix.dtype() == nb::dtype<float>() || matrix.dtype() == nb::dtype<uint16_t>(), "neither fp32 nor bf16");
-    return matrix.dtype() == nb::dtype<uint16_t>();
+void* data_of(const Matrix& matrix) {
+    const auto& [address, rows, columns, half] = matrix;
+    require(address || !rows || !columns, "a matrix without data");
+    return reinterpret_cast<void*>(address);
 }
 
-Rows make_rows(const Matrix& rows, const std::optional<MatrixOut>& memory, double keep, double scale) {
-    const size_t count = rows.shape(0), columns = rows.shape(1);
-    require(!memory || (memory->shape(0) == count && memory->shape(1) == columns), "memory has another shape");
-    return {rows.data(), memory ? memory->data() : nullptr, is_half(rows), memory && is_half(*memory), count, columns,
-            float(keep), float(scale)};
+Side make_side(const GivenSide& given, size_t count) {
+    const auto& [rows, memory, scale, gain, most, mean] = given;
+    const auto& [address, own_count, columns, half] = rows;
+    require(own_count == count, "the sides have different numbers of rows");
+    if (memory)
+        require(std::get<1>(*memory) == count && std::get<2>(*memory) == columns, "memory has another shape");
+    if (mean) {
+        require(std::get<1>(*mean) == 1 && std::get<2>(*mean) == columns, "mean has another shape");
+        require(std::get<3>(*mean) == half, "mean has another type than the rows");
+    }
+    const MemoryKind kind = !memory ? kNoMemory : std::get<3>(*memory) ? kHalfMemory : kFloatMemory;
+    return {data_of(rows), memory ? data_of(*memory) : nullptr, mean ? data_of(*mean) : nullptr, half,
+            mean.has_value(), kind, columns, float(scale), float(gain), most};
 }
 
-void norms(Matrix rows, std::optional<MatrixOut> memory, double keep, double scale, int threads, DoublesOut out) {
-    const Rows r = make_rows(rows, memory, keep, scale);
-    require(out.size() == r.count, "as many norms as rows");
+size_t rows_of(const GivenSide& inputs, const GivenSide& outputs) {
+    require(std::get<1>(inputs).has_value() == std::get<1>(outputs).has_value(), "memory is of both sides or of none");
+    return std::get<1>(std::get<0>(inputs));
+}
+
+// `scores` is the address of as many doubles as there are rows.
+void join(const GivenSide& inputs, const GivenSide& outputs, double keep, int threads, uintptr_t scores) {
+    const size_t count = rows_of(inputs, outputs);
+    const Side sides[2] = {make_side(inputs, count), make_side(outputs, count)};
     nb::gil_scoped_release release;
-    row_norms(r, out.data(), threads);
+    join_rows(sides, count, float(keep), reinterpret_cast<double*>(scores), threads);
 }
 
-void take(Matrix rows, std::optional<MatrixOut> memory, double keep, double scale, double gain, Ints chosen,
-          int threads, MatrixOut taken) {
-    const Rows r = make_rows(rows, memory, keep, scale);
-    const size_t n = chosen.size();
-    const int64_t* c = chosen.data();
-    require(taken.shape(0) == n && taken.shape(1) == r.columns, "taken has another shape");
-    require(is_half(taken) == r.half_rows, "taken has another type");
-    bool good = !n || (c[0] >= 0 && uint64_t(c[n - 1]) < r.count);
+// `chosen` is the address of n int64; `taken` are those of n rows of either side, in the types of its rows.
+void take(const GivenSide& inputs, const GivenSide& outputs, uintptr_t chosen, size_t n, int threads, Addresses taken) {
+    const size_t count = rows_of(inputs, outputs);
+    const Side sides[2] = {make_side(inputs, count), make_side(outputs, count)};
+    const int64_t* c = reinterpret_cast<const int64_t*>(chosen);
+    bool good = !n || (c[0] >= 0 && uint64_t(c[n - 1]) < count);
     for (size_t i = 1; i < n; i++) good &= c[i] > c[i - 1];
     require(good, "chosen rows must be ascending, and inside");
+    void* const to[2] = {reinterpret_cast<void*>(std::get<0>(taken)), reinterpret_cast<void*>(std::get<1>(taken))};
     nb::gil_scoped_release release;
-    take_rows(r, float(gain), c, n, taken.data(), threads);
+    take_rows(sides, c, n, to, threads);
+}
+
+// `keys` is the address of n doubles, `places` that of `count` int64.
+void find_largest(uintptr_t keys, size_t n, size_t count, uintptr_t places) {
+    require(count <= n, "more wanted than there are");
+    nb::gil_scoped_release release;
+    largest(reinterpret_cast<const double*>(keys), n, count, reinterpret_cast<int64_t*>(places));
 }
 
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-    m.def("row_norms", norms, nb::arg("rows"), nb::arg("memory").none(), nb::arg("keep"), nb::arg("scale"),
-          nb::arg("threads"), nb::arg("out"));
-    m.def("take_rows", take, nb::arg("rows"), nb::arg("memory").none(), nb::arg("keep"), nb::arg("scale"),
-          nb::arg("gain"), nb::arg("chosen"), nb::arg("threads"), nb::arg("taken"));
+    m.def("join_rows", join, nb::arg("inputs"), nb::arg("outputs"), nb::arg("keep"), nb::arg("threads"),
+          nb::arg("scores"));
+    m.def("take_rows", take, nb::arg("inputs"), nb::arg("outputs"), nb::arg("chosen"), nb::arg("n"),
+          nb::arg("threads"), nb::arg("taken"));
+    m.def("largest", find_largest, nb::arg("keys"), nb::arg("n"), nb::arg("count"), nb::arg("places"));
 }
 
 }  // namespace gradwire

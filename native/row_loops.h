@@ -1,4 +1,4 @@
-// The loops over rows, compiled once per instruction set: N numbers at a time, as many as a register has doubles.
+// The loops over rows, compiled once per instruction set.
 #pragma once
 
 #include <cmath>
@@ -42,6 +42,13 @@ struct Of8 {
     typedef uint32_t Words __attribute__((vector_size(32)));
     typedef Half Halves __attribute__((vector_size(16)));
 };
+struct Of16 {
+    static constexpr int count = 16;
+    typedef float Floats __attribute__((vector_size(64)));
+    typedef double Doubles __attribute__((vector_size(128)));
+    typedef uint32_t Words __attribute__((vector_size(64)));
+    typedef Half Halves __attribute__((vector_size(32)));
+};
 
 template <class V>
 struct Wide : V {
@@ -67,20 +74,28 @@ struct Wide : V {
     }
 };
 
-// One row: keep·memory + scale·row. Memory is void where nothing is remembered.
-template <class Row, class Memory>
+// Entries of keep·memory + scale·(row − mean). Memory is void where nothing is remembered, Mean where there is none.
+template <class Row, class Mean, class Memory>
 struct Joined {
     const Row* row;
-    Memory* memory;
+    const Mean* mean;
+    const Memory* memory;
     float keep, scale;
 
-    Joined(const Rows& r, size_t j)
-        : row(static_cast<const Row*>(r.rows) + j * r.columns), memory(nullptr), keep(r.keep), scale(r.scale) {
-        if constexpr (!std::is_void_v<Memory>) memory = static_cast<Memory*>(r.memory) + j * r.columns;
+    Joined(const void* row, const void* mean, const void* memory, float keep, float scale)
+        : row(static_cast<const Row*>(row)), mean(static_cast<const Mean*>(mean)),
+          memory(static_cast<const Memory*>(memory)), keep(keep), scale(scale) {}
+
+    template <class V>
+    typename V::Floats centred(size_t i) const {
+        if constexpr (std::is_void_v<Mean>)
+            return Wide<V>::load(row + i);
+        else
+            return Wide<V>::load(row + i) - Wide<V>::load(mean + i);
     }
     template <class V>
     typename V::Floats at(size_t i) const {
-        const typename V::Floats entered = Wide<V>::load(row + i) * scale;
+        const typename V::Floats entered = centred<V>(i) * scale;
         if constexpr (std::is_void_v<Memory>)
             return entered;
         else
@@ -96,92 +111,73 @@ inline void each_column(size_t n, Step step) {
     for (; i < n; i++) step(i, Of1());
 }
 
-template <class V, class Row, class Memory>
-void norms_of(const Rows& rows, size_t first, size_t last, double* norms) {
+template <class V, class Row, class Mean, class Memory>
+double norm_of(const void* row, const void* mean, const void* memory, size_t columns, float keep, float scale) {
     using Doubles = typename V::Doubles;
     constexpr int N = V::count;
-    const Rows r = rows;  // a copy: stores could otherwise change it
-    for (size_t j = first; j < last; j++) {
-        const Joined<Row, Memory> joined(r, j);
-        Doubles part[kSums / N] = {};
-        size_t i = 0;
-        for (; i + kSums <= r.columns; i += kSums)
-            for (int v = 0; v < kSums / N; v++) {
-                const auto u = __builtin_convertvector(joined.template at<V>(i + size_t(v * N)), Doubles);
-                part[v] += u * u;
-            }
-        double sums[kSums];
-        std::memcpy(sums, part, sizeof sums);
-        for (; i < r.columns; i++) {
-            const double u = joined.template at<Of1>(i)[0];
-            sums[i % kSums] += u * u;
+    const Joined<Row, Mean, Memory> joined(row, mean, memory, keep, scale);
+    Doubles part[kSums / N] = {};
+    size_t i = 0;
+    for (; i + kSums <= columns; i += kSums)
+        for (int v = 0; v < kSums / N; v++) {
+            const auto u = __builtin_convertvector(joined.template at<V>(i + size_t(v * N)), Doubles);
+            part[v] += u * u;
         }
-        for (int half = kSums / 2; half; half /= 2)
-            for (int s = 0; s < half; s++) sums[s] += sums[s + half];
-        norms[j] = std::sqrt(sums[0]);
+    double sums[kSums];
+    std::memcpy(sums, part, sizeof sums);
+    for (; i < columns; i++) {
+        const double u = joined.template at<Of1>(i)[0];
+        sums[i % kSums] += u * u;
     }
+    for (int half = kSums / 2; half; half /= 2)
+        for (int s = 0; s < half; s++) sums[s] += sums[s + half];
+    return std::sqrt(sums[0]);
 }
 
-template <class V, class Row, class Memory>
-void take_from(const Rows& rows, size_t first, size_t last, float gain, const int64_t* chosen, size_t n, void* taken) {
-    const Rows r = rows;
-    Row* out = static_cast<Row*>(taken);
-    const auto take = [&](size_t j) {
-        const Joined<Row, Memory> joined(r, j);
-        each_column<V>(r.columns, [&](size_t i, auto v) {
-            Wide<decltype(v)>::store(out + i, joined.template at<decltype(v)>(i) * gain);
+template <class V, class Row, class Mean, class Memory>
+void join_into(const void* row, const void* mean, void* memory, size_t columns, float keep, float scale) {
+    if constexpr (!std::is_void_v<Memory>) {
+        const Joined<Row, Mean, Memory> joined(row, mean, memory, keep, scale);
+        Memory* out = static_cast<Memory*>(memory);
+        each_column<V>(columns, [&](size_t i, auto v) {
+            Wide<decltype(v)>::store(out + i, joined.template at<decltype(v)>(i));
         });
-        out += r.columns;
-    };
-    if constexpr (std::is_void_v<Memory>) {
-        for (size_t c = 0; c < n; c++) take(size_t(chosen[c]));
-    } else {
-        size_t c = 0;
-        for (size_t j = first; j < last; j++) {
-            const Joined<Row, Memory> joined(r, j);
-            if (c < n && size_t(chosen[c]) == j) {
-                take(j);
-                std::memset(joined.memory, 0, r.columns * sizeof(Memory));
-                c++;
-            } else {
-                each_column<V>(r.columns, [&](size_t i, auto v) {
-                    Wide<decltype(v)>::store(joined.memory + i, joined.template at<decltype(v)>(i));
-                });
-            }
-        }
     }
 }
 
-// Which of the six kinds these rows are.
-template <class F>
-inline void by_types(const Rows& r, F f) {
-    const auto by_memory = [&](auto row) {
-        using Row = decltype(row);
-        if (!r.memory)
-            f(std::common_type<Row>(), std::common_type<void>());
-        else if (r.half_memory)
-            f(std::common_type<Row>(), std::common_type<Half>());
-        else
-            f(std::common_type<Row>(), std::common_type<float>());
-    };
-    r.half_rows ? by_memory(Half()) : by_memory(float());
+template <class V, class Row, class Mean, class Memory>
+void take_from(const void* row, const void* mean, void* memory, size_t columns, float gain, void* taken) {
+    if (!columns) return;
+    Row* out = static_cast<Row*>(taken);
+    if constexpr (!std::is_void_v<Memory>) {
+        const Memory* in = static_cast<const Memory*>(memory);
+        each_column<V>(columns, [&](size_t i, auto v) {
+            Wide<decltype(v)>::store(out + i, Wide<decltype(v)>::load(in + i) * gain);
+        });
+        std::memset(memory, 0, columns * sizeof(Memory));
+    } else if constexpr (std::is_void_v<Mean>) {
+        std::memcpy(taken, row, columns * sizeof(Row));
+    } else {
+        const Joined<Row, Mean, void> joined(row, mean, nullptr, 0, 0);
+        each_column<V>(columns, [&](size_t i, auto v) {
+            Wide<decltype(v)>::store(out + i, joined.template centred<decltype(v)>(i));
+        });
+    }
 }
 
-template <class V>
+// V for sums in doubles, W, of as many floats as a register has, for the rest.
+template <class V, class W, class Row, class Mean, class Memory>
+constexpr RowLoops row_loops{norm_of<V, Row, Mean, Memory>, join_into<W, Row, Mean, Memory>,
+                             take_from<W, Row, Mean, Memory>};
+
+template <class V, class W>
 constexpr RowKernels row_kernels() {
-    return {
-        [](const Rows& r, size_t first, size_t last, double* norms) {
-            by_types(r, [&](auto row, auto memory) {
-                norms_of<V, typename decltype(row)::type, typename decltype(memory)::type>(r, first, last, norms);
-            });
-        },
-        [](const Rows& r, size_t first, size_t last, float gain, const int64_t* chosen, size_t n, void* taken) {
-            by_types(r, [&](auto row, auto memory) {
-                take_from<V, typename decltype(row)::type, typename decltype(memory)::type>(r, first, last, gain,
-                                                                                            chosen, n, taken);
-            });
-        },
-    };
+    return {{{{row_loops<V, W, float, void, void>, row_loops<V, W, float, float, void>},
+              {row_loops<V, W, float, void, float>, row_loops<V, W, float, float, float>},
+              {row_loops<V, W, float, void, Half>, row_loops<V, W, float, float, Half>}},
+             {{row_loops<V, W, Half, void, void>, row_loops<V, W, Half, Half, void>},
+              {row_loops<V, W, Half, void, float>, row_loops<V, W, Half, Half, float>},
+              {row_loops<V, W, Half, void, Half>, row_loops<V, W, Half, Half, Half>}}}};
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 #endif
 
-#include <algorithm>
+#include <cmath>
 
 #include "kernels.h"
 #include "row_loops.h"
@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-const RowKernels portable_rows = row_kernels<Of2>();
+const RowKernels portable_rows = row_kernels<Of2, Of4>();
 
 namespace {
 
@@ -36,29 +36,55 @@ void prefer_large_pages(void* data, size_t bytes) {
 #endif
 }
 
-size_t bytes_of_row(const Rows& r) { return r.columns * 4 * (r.memory ? 2 : 1); }
+// One side, with the loops for its types.
+struct Use : Side {
+    RowLoops loops;
+    size_t row_bytes, memory_bytes;
+
+    explicit Use(const Side& side)
+        : Side(side),
+          loops(row_kernels_in_use().of[half_rows][remembers][centred]),
+          row_bytes(columns * (half_rows ? 2 : 4)),
+          memory_bytes(columns * (remembers == kNoMemory ? 0 : remembers == kHalfMemory ? 2 : 4)) {}
+
+    const void* row(size_t j) const { return static_cast<const char*>(rows) + j * row_bytes; }
+    void* slot(size_t j) const { return static_cast<char*>(memory) + j * memory_bytes; }
+    double norm(size_t j, float keep) const { return loops.norm(row(j), mean, slot(j), columns, keep, scale); }
+    void join(size_t j, float keep) const { loops.join(row(j), mean, slot(j), columns, keep, scale); }
+    void take(size_t j, void* taken) const { loops.take(row(j), mean, slot(j), columns, gain, taken); }
+};
+
+size_t bytes_of_row(const Use& a, const Use& b) {
+    return a.row_bytes + b.row_bytes + 2 * (a.memory_bytes + b.memory_bytes);
+}
 
 }  // namespace
 
-void row_norms(const Rows& r, double* norms, int threads) {
-    const RowKernels& use = row_kernels_in_use();
-    in_blocks(r.count, bytes_of_row(r), threads, [&](size_t first, size_t last) { use.norms(r, first, last, norms); });
+void join_rows(const Side (&sides)[2], size_t count, float keep, double* scores, int threads) {
+    const Use a(sides[0]), b(sides[1]);
+    in_blocks(count, bytes_of_row(a, b), threads, [&](size_t first, size_t last) {
+        for (size_t j = first; j < last; j++) {
+            const double of_a = a.norm(j, keep), of_b = b.norm(j, keep);
+            const bool fits = of_a <= a.most && of_b <= b.most;
+            scores[j] = fits ? of_a * of_b : NAN;
+            if (fits && a.remembers) {  // what is read again is in the cache
+                a.join(j, keep);
+                b.join(j, keep);
+            }
+        }
+    });
 }
 
-void take_rows(const Rows& r, float gain, const int64_t* chosen, size_t n, void* taken, int threads) {
-    const RowKernels& use = row_kernels_in_use();
-    const size_t size = r.columns * (r.half_rows ? 2 : 4);
-    prefer_large_pages(taken, n * size);
-    const auto take = [&](size_t first, size_t last, size_t from, size_t to) {
-        use.take(r, first, last, gain, chosen + from, to - from, static_cast<char*>(taken) + from * size);
-    };
-    if (!r.memory)
-        return in_blocks(n, bytes_of_row(r), threads, [&](size_t from, size_t to) { take(0, r.count, from, to); });
-    in_blocks(r.count, bytes_of_row(r), threads, [&](size_t first, size_t last) {
-        const auto chosen_before = [&](size_t row) {
-            return size_t(std::lower_bound(chosen, chosen + n, int64_t(row)) - chosen);
-        };
-        take(first, last, chosen_before(first), chosen_before(last));
+void take_rows(const Side (&sides)[2], const int64_t* chosen, size_t n, void* const (&taken)[2], int threads) {
+    const Use a(sides[0]), b(sides[1]);
+    char *to_a = static_cast<char*>(taken[0]), *to_b = static_cast<char*>(taken[1]);
+    prefer_large_pages(to_a, n * a.row_bytes);
+    prefer_large_pages(to_b, n * b.row_bytes);
+    in_blocks(n, bytes_of_row(a, b), threads, [&](size_t first, size_t last) {
+        for (size_t i = first; i < last; i++) {
+            a.take(size_t(chosen[i]), to_a + i * a.row_bytes);
+            b.take(size_t(chosen[i]), to_b + i * b.row_bytes);
+        }
     });
 }
 

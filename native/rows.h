@@ -1,11 +1,13 @@
-// Rows of a batch with what is remembered of them (kernels/reference/rows.py): their norms, and the choice of some.
+// Rows of a batch and what is remembered of them (kernels/reference/rows.py): joined, scored, and some taken out again.
 //
 // Traps:
-// - keep·memory and scale·row are rounded to fp32, then their sum, then that times gain: no fused multiply-add, and no
-//   factor drawn together with another.
+// - row − mean is rounded to fp32, so are keep·memory and scale times it, then their sum; a chosen row of the memory
+//   times gain is rounded on its own: no fused multiply-add, and no factor drawn together with another.
 // - Sums of squares are fp64: an fp32 number has a square that fp32 may not have. They are made in sixteen partial sums
 //   (column i in the one of i mod 16), which are added pairwise, so that norms have the same bits on every machine.
-// - Rows are never divided between threads, for the same reason.
+// - Norms are those of joined rows before a memory of bf16 rounds them.
+// - Rows are never divided between threads, for the same bits on any number of them, and since both sides of a row must
+//   be known before either is written.
 // - Of a NaN only that it is one is promised, not its bits.
 #pragma once
 
@@ -14,19 +16,30 @@
 
 namespace gradwire {
 
-struct Rows {
+enum MemoryKind { kNoMemory, kFloatMemory, kHalfMemory };
+
+struct Side {
     const void* rows;
-    void* memory;  // null where nothing is remembered
-    bool half_rows, half_memory;  // bf16 rather than fp32
-    size_t count, columns;
-    float keep, scale;
+    void* memory;
+    const void* mean;  // of the type of the rows
+    bool half_rows;  // bf16 rather than fp32
+    bool centred;  // there is a mean
+    MemoryKind remembers;
+    size_t columns;
+    float scale, gain;
+    double most;
+};
+
+// One row of one side: `row` and `memory` are where it starts.
+struct RowLoops {
+    double (*norm)(const void* row, const void* mean, const void* memory, size_t columns, float keep, float scale);
+    void (*join)(const void* row, const void* mean, void* memory, size_t columns, float keep, float scale);
+    // From the memory, where zero takes its place, or else the row less the mean.
+    void (*take)(const void* row, const void* mean, void* memory, size_t columns, float gain, void* taken);
 };
 
 struct RowKernels {
-    void (*norms)(const Rows& r, size_t first, size_t last, double* norms);
-    // Rows `first` to `last`; those at `chosen`, which is ascending and has only such rows, go to `taken` times gain,
-    // in the type of the rows. Without a memory the others are not looked at.
-    void (*take)(const Rows& r, size_t first, size_t last, float gain, const int64_t* chosen, size_t n, void* taken);
+    RowLoops of[2][3][2];  // by half_rows, MemoryKind and centred
 };
 
 extern const RowKernels portable_rows;
@@ -34,7 +47,10 @@ extern const RowKernels portable_rows;
 extern const RowKernels avx2_rows, avx512_rows;
 #endif
 
-void row_norms(const Rows& r, double* norms, int threads);
-void take_rows(const Rows& r, float gain, const int64_t* chosen, size_t n, void* taken, int threads);
+void join_rows(const Side (&sides)[2], size_t count, float keep, double* scores, int threads);
+void take_rows(const Side (&sides)[2], const int64_t* chosen, size_t n, void* const (&taken)[2], int threads);
+
+// Where the `count` largest of n keys are, ascending. A NaN is above all; of equal ones the first are taken.
+void largest(const double* keys, size_t n, size_t count, int64_t* places);
 
 }  // namespace gradwire

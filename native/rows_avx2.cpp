@@ -3,6 +3,6 @@
 #include "row_loops.h"
 
 namespace gradwire {
-const RowKernels avx2_rows = row_kernels<Of4>();
+const RowKernels avx2_rows = row_kernels<Of4, Of8>();
 }  // namespace gradwire
 #endif

@@ -3,6 +3,6 @@
 #include "row_loops.h"
 
 namespace gradwire {
-const RowKernels avx512_rows = row_kernels<Of8>();
+const RowKernels avx512_rows = row_kernels<Of8, Of16>();
 }  // namespace gradwire
 #endif

@@ -1,52 +1,77 @@
-"""The kernels of rows, by the native module: one pass over the batch and its memory for each."""
+"""The kernels of rows, by the native module: one pass over the batch and its memory, then the chosen rows alone."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from ... import _native
 from ..reference import rows as reference
+from ..reference.rows import Side
 
-__all__ = ["can", "row_norms", "take_rows"]
+__all__ = ["can", "join_rows", "largest", "take_rows"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have their data elsewhere
 
 
-def can(rows: torch.Tensor, memory: torch.Tensor | None) -> bool:
-    """fp32 or bf16 on the CPU, row after row without gaps."""
-    return _fits(rows) and (memory is None or _fits(memory))
+def can(side: Side) -> bool:
+    """fp32 or bf16 on the CPU, row after row without gaps; the mean in the dtype of the rows."""
+    rows, memory, mean = side.rows, side.memory, side.mean
+    if rows.dim() != 2 or not _fits(rows) or (memory is not None and (memory.dim() != 2 or not _fits(memory))):
+        return False
+    return mean is None or (mean.dtype == rows.dtype and mean.dim() == 1 and _fits(mean))
 
 
-def _fits(matrix: torch.Tensor) -> bool:
-    return matrix.is_cpu and matrix.dtype in DTYPES and matrix.dim() == 2 and matrix.is_contiguous()
+def _fits(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.is_cpu
+        and tensor.dtype in DTYPES
+        and type(tensor) in PLAIN
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
-def row_norms(rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float) -> torch.Tensor:
-    norms = torch.empty(rows.shape[0], dtype=torch.float64)
-    _native.row_norms(_matrix(rows), _matrix(memory), keep, scale, torch.get_num_threads(), norms.numpy())
-    return norms
+def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
+    scores = torch.empty(inputs.rows.shape[0], dtype=torch.float64)
+    _native.join_rows(_side(inputs), _side(outputs), keep, torch.get_num_threads(), scores.data_ptr())
+    return scores
 
 
 def take_rows(
-    rows: torch.Tensor, memory: torch.Tensor | None, keep: float, scale: float, gain: float,
-    chosen: torch.Tensor, finite: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    taken = torch.empty(chosen.shape[0], rows.shape[1], dtype=rows.dtype)
-    if not finite:
-        return taken.fill_(torch.nan)
-    _native.take_rows(
-        _matrix(rows), _matrix(memory), keep, scale, gain, chosen.numpy(), torch.get_num_threads(), _matrix(taken)
-    )
-    return taken
+    inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count = chosen.shape[0]
+    more = count + (inputs.mean is not None)
+    a = torch.empty(more, inputs.rows.shape[1], dtype=inputs.rows.dtype)
+    b = torch.empty(more, outputs.rows.shape[1], dtype=outputs.rows.dtype)
+    if math.isnan(total.item()):
+        return a.fill_(math.nan), b.fill_(math.nan)
+    if chosen.dtype != torch.int64 or not chosen.is_contiguous():
+        chosen = chosen.to(torch.int64).contiguous()
+    addresses = (a.data_ptr(), b.data_ptr())
+    _native.take_rows(_side(inputs), _side(outputs), chosen.data_ptr(), count, torch.get_num_threads(), addresses)
+    return a, b
 
 
-row_norms.__doc__, take_rows.__doc__ = reference.row_norms.__doc__, reference.take_rows.__doc__
+def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    if keys.dtype != torch.float64 or not keys.is_contiguous() or type(keys) not in PLAIN:
+        return reference.largest(keys, count)
+    places = torch.empty(count, dtype=torch.int64)
+    _native.largest(keys.data_ptr(), keys.shape[0], count, places.data_ptr())
+    return places
 
 
-def _matrix(matrix: torch.Tensor | None) -> object:
-    """For the native module, which knows bf16 as its bits."""
-    if matrix is None:
-        return None
-    if matrix.requires_grad:
-        matrix = matrix.detach()
-    return (matrix if matrix.dtype == torch.float32 else matrix.view(torch.uint16)).numpy()
+for kernel in (join_rows, take_rows, largest):
+    kernel.__doc__ = getattr(reference, kernel.__name__).__doc__
+
+
+def _side(side: Side) -> tuple:
+    """For the native module, which reads addresses; `can` has made sure of what is there."""
+    rows, memory, scale, gain, most, mean = side
+    half = rows.dtype == torch.bfloat16
+    slots = None if memory is None else (memory.data_ptr(), *memory.shape, memory.dtype == torch.bfloat16)
+    one = None if mean is None else (mean.data_ptr(), 1, mean.shape[0], half)
+    return (rows.data_ptr(), *rows.shape, half), slots, scale, gain, most, one
