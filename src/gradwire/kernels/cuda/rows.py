@@ -65,15 +65,21 @@ def take_rows(
     x_block, d_block = _block(x_columns, TAKEN), _block(d_columns, TAKEN)
     rows = max(1, TAKEN // max(x_block, d_block))
     parts = max(triton.cdiv(x_columns, x_block), triton.cdiv(d_columns, d_block), 1)
+    grid = triton.cdiv(count, rows), parts
+    warps = _warps(rows * max(x_block, d_block))
     remembered = inputs.memory is not None
     with torch.cuda.device_of(x):
-        _take[(triton.cdiv(count, rows), parts)](
+        _take[grid](
             inputs.memory if remembered else inputs.rows, None if remembered else inputs.mean, x,
             outputs.memory if remembered else outputs.rows, None if remembered else outputs.mean, d,
             chosen, total, count, inputs.gain, outputs.gain,
-            remembered, x_columns, d_columns, rows, x_block, d_block,
-            num_warps=_warps(rows * max(x_block, d_block)), enable_fp_fusion=False,
+            remembered, x_columns, d_columns, rows, x_block, d_block, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
+        if remembered:
+            _clear[grid](
+                inputs.memory, outputs.memory, chosen, total, count,
+                x_columns, d_columns, rows, x_block, d_block, num_warps=warps,
+            )  # fmt: skip
     return x, d
 
 
@@ -160,9 +166,17 @@ def _take_side(
     value = _centred(source, mean, at, here, column, COLUMNS)
     if REMEMBERED:
         value = value * gain
-        tl.store(source + at, tl.zeros_like(value).to(source.dtype.element_ty), mask=here & finite[:, None])
     value = tl.where(finite[:, None], value, float("nan")).to(taken.dtype.element_ty)
     tl.store(taken + (place[:, None] * COLUMNS + column[None, :]), value, mask=here)
+
+
+@triton.jit
+def _chosen_rows(chosen, total, count, ROWS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = place < count
+    row = tl.load(chosen + place, mask=inside, other=0)
+    sum_of_scores = tl.load(total) + tl.zeros([ROWS], tl.float64)  # of a scalar, the interpreter forgets the type
+    return place, inside, row, sum_of_scores <= float("inf")  # all but NaN
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -171,10 +185,25 @@ def _take(
     X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`x` and `d` are the memories, or the rows where nothing is remembered."""
-    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = place < count
-    row = tl.load(chosen + place, mask=inside, other=0)
-    sum_of_scores = tl.load(total) + tl.zeros([ROWS], tl.float64)  # of a scalar, the interpreter forgets the type
-    finite = sum_of_scores <= float("inf")  # all but NaN
+    place, inside, row, finite = _chosen_rows(chosen, total, count, ROWS)
     _take_side(x, x_mean, x_taken, row, place, inside, finite, x_gain, REMEMBERED, X, X_BLOCK)
     _take_side(d, d_mean, d_taken, row, place, inside, finite, d_gain, REMEMBERED, D, D_BLOCK)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _clear(
+    x, d, chosen, total, count,
+    X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zero in place of the chosen rows. A launch of its own: Triton may let one thread load a number and another store
+    to it, so that a kernel which does both may read what it has just cleared."""
+    _, inside, row, finite = _chosen_rows(chosen, total, count, ROWS)
+    _clear_side(x, row, inside & finite, X, X_BLOCK)
+    _clear_side(d, row, inside & finite, D, D_BLOCK)
+
+
+@triton.jit
+def _clear_side(memory, row, where, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row[:, None] * COLUMNS + column[None, :]
+    tl.store(memory + at, 0.0, mask=where[:, None] & (column < COLUMNS)[None, :])
