@@ -27,7 +27,10 @@ from backward_training import EXACT, Training, now
 from machine import processor
 
 RESULTS = Path(__file__).parent / "results" / "backward_models.jsonl"
-RULES = ("topk,decay=1", "topk,decay=0.5", "topk,decay=0", "weightedk,decay=1", "weightedk,decay=0", "randk,decay=0")
+RULES = (
+    "topk,decay=1", "topk,decay=0", "weightedk,decay=1", "weightedk,decay=0", "randk,decay=0.5", "randk,decay=0",
+    "topk,decay=1,centre=no", "randk,decay=0,centre=no",
+)  # fmt: skip
 SMALLER = "exact,batch=0.75"  # of the three products of a layer, K = M/4 leaves 2¼: so does three quarters of a batch
 VARIANTS = (EXACT, SMALLER, *(f"{rule},k={k}" for k in (0.25, 0.5, 0.125) for rule in RULES))
 POINTS = 50  # of a loss curve

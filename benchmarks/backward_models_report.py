@@ -48,7 +48,11 @@ def name(s: dict[str, str]) -> str:
     """As in the legend of the plot; the share of rows is the same for all there."""
     if "k" not in s:
         return f"exact, {s['batch']} of the batch" if "batch" in s else EXACT
-    return f"{s['policy']}, " + (f"decay {s['decay']}" if float(s["decay"]) else "no memory")
+    return f"{policy(s)}, " + (f"decay {s['decay']}" if float(s["decay"]) else "no memory")
+
+
+def policy(s: dict[str, str]) -> str:
+    return s["policy"] + (" as in the paper" if s.get("centre") == "no" else "")
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -64,7 +68,7 @@ def spread(values: list[float], digits: int = 3) -> str:
 def row(variant: str, records: list[Record], exact: list[Record]) -> list[str]:
     s, runs, timed = settings(variant), of_kind(records, "train"), of_kind(records, "times")
     layers = f"all but `{s['only']}`" if "only" in s else f"`{s['leave']}`" if "leave" in s else ""
-    names = [share(s["k"]), s["policy"], s["decay"], layers] if "k" in s else ["1", name(s), "", ""]
+    names = [share(s["k"]), policy(s), s["decay"], layers] if "k" in s else ["1", name(s), "", ""]
     cells = ["", "", "", "", ""]
     if runs:
         losses, by_seed = [r["loss"] for r in runs], {r["seed"]: r["loss"] for r in exact}

@@ -3,11 +3,11 @@
 python benchmarks/backward_policies.py --problems digits buildings
 python benchmarks/backward_policies.py --problems fashion-published fashion --fashion-mnist FOLDER --jobs 16
 
-Whole trainings through gradwire.backward.convert: exact, and every policy × decay of the memory (0 is without) × K/M,
-with 10 seeds (initialisation, order and choice). With SGD it is the paper's form; other optimizers have the default
-form. Each run appends a JSON line to --out when it ends, and what is there already is not run again: it can be stopped
-at any time. benchmarks/backward_problems.py has the problems, benchmarks/backward_policies_report.py makes the tables
-and plots.
+Whole trainings through gradwire.backward.convert: exact, and every policy (as in the paper; centred, as is gradwire's
+default) × decay of the memory (0 is without) × K/M, with 10 seeds (initialisation, order and choice). With SGD it is
+the paper's form; other optimizers have the default form. Each run appends a JSON line to --out when it ends, and what
+is there already is not run again: it can be stopped at any time. benchmarks/backward_problems.py has the problems,
+benchmarks/backward_policies_report.py makes the tables and plots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from machine import processor
 
 RESULTS = Path(__file__).parent / "results" / "backward_policies.jsonl"
 POINTS = 10  # of a curve, at equal distances; the last is the end of the training
-EXACT = "exact"
+EXACT, CENTRED = "exact", ", centred"
+POLICIES = [policy + how for how in ("", CENTRED) for policy in backward.POLICIES]  # as in the paper, and by default
 RATES = {"sgd": 1.0, "momentum": 0.1, "adam": 0.025}  # of the rate of SGD
 
 
@@ -54,13 +55,14 @@ def train(folder: Path, run: Run) -> dict[str, Any]:
     """One training; its validation score over time, and the largest outer product that is left in the memory."""
     torch.set_num_threads(1)
     problem = PROBLEMS[run.problem]
-    data = load(problem.data, folder, problem.centred)
+    data = load(problem.data, folder)
     torch.manual_seed(run.seed)
     model = torch.nn.Linear(data.inputs.shape[1], problem.classes)
     optimizer = build_optimizer(run.optimizer, model, problem.lr)
     if run.policy != EXACT:
         papers_form = optimizer if run.optimizer == "sgd" else None
-        backward.convert(model, run.share, run.policy, run.decay, optimizer=papers_form)
+        policy, centred = run.policy.removesuffix(CENTRED), run.policy.endswith(CENTRED)
+        backward.convert(model, run.share, policy, run.decay, centre=centred, optimizer=papers_form)
     order = torch.Generator().manual_seed(run.seed)  # of its own: the same rows in the same order for all policies
     at = {round(problem.epochs * (i + 1) / POINTS) for i in range(POINTS)}
     curve, seconds = [], 0.0
@@ -152,7 +154,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="PROBLEM",
                         help=f"of {', '.join(PROBLEMS)}; by default all")  # fmt: skip
-    parser.add_argument("--policies", nargs="+", default=list(backward.POLICIES), choices=backward.POLICIES)
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, metavar="POLICY",
+                        help=f"of {'; '.join(POLICIES)}; by default all")  # fmt: skip
     parser.add_argument("--decays", nargs="+", type=float, default=[1.0, 0.0], metavar="DECAY",
                         help="of the memory; 0 is without memory")  # fmt: skip
     parser.add_argument("--shares", nargs="+", type=float, metavar="K/M", help="by default those of the problem")

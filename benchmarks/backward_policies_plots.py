@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from backward_policies import EXACT
+from backward_policies import CENTRED, EXACT
 from backward_problems import PROBLEMS
 
 COLOURS = {"topk": "tab:blue", "weightedk": "tab:green", "randk": "tab:red"}
@@ -26,12 +26,12 @@ def finals(curves: Curves) -> list[float]:
 
 
 def draw_policies(axes: Any, name: str, cases: dict[Case, Curves]) -> None:
-    """The last score over K/M: solid with memory, dashed without."""
+    """The last score over K/M: solid with memory, dashed without, dotted with memory and centred."""
     for policy, colour in COLOURS.items():
-        for decay, style in ((1.0, "-o"), (0.0, "--o")):
-            shares = sorted(share for p, d, share in cases if (p, d) == (policy, decay))
-            ends = [finals(cases[policy, decay, share]) for share in shares]
-            label = policy + ("" if decay else ", no memory")
+        for how, decay, style in (("", 1.0, "-o"), ("", 0.0, "--o"), (CENTRED, 1.0, ":s")):
+            shares = sorted(share for p, d, share in cases if (p, d) == (policy + how, decay))
+            ends = [finals(cases[policy + how, decay, share]) for share in shares]
+            label = policy + (how if decay else ", no memory")
             axes.errorbar(range(-len(shares), 0), [np.mean(e) for e in ends], [np.std(e) for e in ends], label=label,
                           fmt=style, color=colour, markersize=4, capsize=2, alpha=0.85)  # fmt: skip
     shares = sorted({case[2] for case in cases if case[0] != EXACT})
@@ -50,8 +50,9 @@ def draw_decays(axes: Any, name: str, cases: dict[Case, Curves]) -> None:
 
 def draw_curves(axes: Any, name: str, cases: dict[Case, Curves]) -> None:
     for (policy, decay, share), curves in cases.items():
-        if share == SMALL and decay in (0, 1):
-            style = {"color": COLOURS[policy], "linestyle": "-" if decay else "--"}
+        plain = policy.removesuffix(CENTRED)
+        if share == SMALL and (decay == 1 or (decay == 0 and policy == plain)):
+            style = {"color": COLOURS[plain], "linestyle": ":" if policy != plain else "-" if decay else "--"}
             axes.plot(epochs(name, curves), np.mean(curves, axis=0), label=policy + ("" if decay else ", no memory"),
                       **style)  # fmt: skip
     exact = cases[EXACT, 0.0, 1.0]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from backward_policies import EXACT, RATES, RESULTS, Run
-from backward_policies_plots import COLOURS, DRAWINGS, Case, Curves, Results, finals, plot
+from backward_policies import EXACT, POLICIES, RATES, RESULTS, Run
+from backward_policies_plots import DRAWINGS, Case, Curves, Results, finals, plot
 from backward_problems import PROBLEMS, buildings
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
@@ -45,7 +45,7 @@ def by_case(runs: list[Line]) -> Results:
 
 
 def place(run: Line) -> tuple[Any, ...]:
-    policy = [EXACT, *COLOURS].index(run["policy"])
+    policy = [EXACT, *POLICIES].index(run["policy"])
     return list(PROBLEMS).index(run["problem"]), list(RATES).index(run["optimizer"]), policy, -run["decay"]
 
 

@@ -2,9 +2,7 @@
 
 Sizes, rates and losses are those of the paper (arXiv 2110.09164). The authors put a softmax before the cross-entropy,
 which has one inside: gradients are small and training is slow, so each classification is here as they published it and
-plain. The third time it is as published, but the mean of each pixel is taken away: memory makes cross terms between
-rows, and they do not cancel out where all rows have a mean in common. digits, which the paper does not have, has 40
-times fewer steps in an epoch, and a rate 40 times larger.
+plain. digits, which the paper does not have, has 40 times fewer steps in an epoch, and a rate 40 times larger.
 
 Their regression is UCI's energy efficiency of buildings, which is not bundled. `buildings` makes a set of the same
 shape and kind from a formula: figures on it are comparable with each other, not with those of the paper.
@@ -43,7 +41,6 @@ class Problem:
     lr: float
     shares: tuple[float, ...]  # K/M
     classes: int = 10
-    centred: bool = False
 
     @property
     def measure(self) -> str:
@@ -68,18 +65,10 @@ PROBLEMS = {
     "fashion": Problem(
         "Fashion-MNIST 784→10, cross-entropy", "fashion", functional.cross_entropy, 10, 64, 0.01, SHARES
     ),
-    "fashion-centred": Problem(
-        "Fashion-MNIST, centred, softmax before cross-entropy", "fashion", cross_entropy_of_softmax, 10, 64, 0.01,
-        SHARES, centred=True,
-    ),
     "digits-published": Problem(
         "digits 64→10, softmax before cross-entropy", "digits", cross_entropy_of_softmax, 30, 64, 0.4, SHARES
     ),
     "digits": Problem("digits 64→10, cross-entropy", "digits", functional.cross_entropy, 30, 64, 0.4, SHARES),
-    "digits-centred": Problem(
-        "digits, centred, softmax before cross-entropy", "digits", cross_entropy_of_softmax, 30, 64, 0.4, SHARES,
-        centred=True,
-    ),
     "buildings": Problem(
         "regression 16→1, mean squared error", "buildings", functional.mse_loss, 100, 144, 0.01,
         (*SHARES, 9 / 144, 3 / 144), classes=1,
@@ -88,12 +77,8 @@ PROBLEMS = {
 
 
 @cache
-def load(name: str, folder: Path, centred: bool = False) -> Data:
+def load(name: str, folder: Path) -> Data:
     """Once in a process."""
-    if centred:
-        inputs, targets, test_inputs, test_targets = load(name, folder)
-        mean = inputs.mean(0)
-        return Data(inputs - mean, targets, test_inputs - mean, test_targets)
     if name == "buildings":
         return buildings()
     from gradwire.tasks.digits import Digits

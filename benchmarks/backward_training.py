@@ -21,7 +21,8 @@ WARM_UP, FLOOR = 0.1, 0.1  # share of the steps in which the learning rate rises
 
 
 def settings(variant: str) -> dict[str, str]:
-    """`POLICY,k=…,decay=…`, with `leave=PATTERN+…` for layers that stay exact or `only=PATTERN+…` for the others.
+    """`POLICY,k=…,decay=…`, with `centre=no` for the paper's method, `leave=PATTERN+…` for layers that stay exact or
+    `only=PATTERN+…` for the others.
 
     Or `exact`, or `exact,batch=…` for exact gradients of a share of each batch: that saves arithmetic, too.
     """
@@ -37,7 +38,8 @@ def convert(model: nn.Module, wanted: dict[str, str]) -> None:
         by_name = dict.fromkeys(wanted["only"].split("+"), k)
     else:
         by_name = {**dict.fromkeys(wanted["leave"].split("+") if "leave" in wanted else []), "*": k}
-    gradwire.backward.convert(model, k=by_name, policy=wanted["policy"], decay=float(wanted["decay"]))
+    centre = wanted.get("centre", "yes") == "yes"
+    gradwire.backward.convert(model, k=by_name, policy=wanted["policy"], decay=float(wanted["decay"]), centre=centre)
 
 
 class Training:

@@ -32,7 +32,8 @@ def train(
         Option(
             metavar="SPEC",
             help="Make weight gradients of linear layers from some rows of the batch: topk, weightedk or randk, with "
-            "k= (a share or a number of rows), decay= (of the memory) and centre=. Given again: one more run of each codec. "
+            "k= (a share or a number of rows), decay= (of the memory) and centre= (yes or no). Given "
+            "again: one more run of each codec. "
             "Default: none.",
         ),
     ] = None,

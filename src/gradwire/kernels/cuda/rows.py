@@ -26,7 +26,9 @@ OF_A_WARP = 512
 
 
 def can(side: Side) -> bool:
-    rows, memory = side.rows, side.memory
+    rows, memory, mean = side.rows, side.memory, side.mean
+    if mean is not None and (mean.dtype != rows.dtype or not mean.is_contiguous()):
+        return False
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.dim() != 2 or not rows.is_contiguous():
         return False
     if memory is None:
@@ -43,7 +45,7 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     rows = max(1, JOINED // max(x_block, d_block))
     with torch.cuda.device_of(scores):
         _join[(triton.cdiv(count, rows),)](
-            inputs.rows, inputs.memory, outputs.rows, outputs.memory, scores, count,
+            inputs.rows, inputs.mean, inputs.memory, outputs.rows, outputs.mean, outputs.memory, scores, count,
             keep, inputs.scale, outputs.scale, inputs.most, outputs.most,
             x_columns, d_columns, rows, x_block, d_block,
             num_warps=_warps(rows * max(x_block, d_block)), enable_fp_fusion=False,
@@ -55,8 +57,9 @@ def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count, x_columns, d_columns = chosen.shape[0], inputs.rows.shape[1], outputs.rows.shape[1]
-    x = inputs.rows.new_empty(count, x_columns)
-    d = outputs.rows.new_empty(count, d_columns)
+    more = 0 if inputs.mean is None else 1
+    x = inputs.rows.new_empty(count + more, x_columns)
+    d = outputs.rows.new_empty(count + more, d_columns)
     if not count:
         return x, d
     x_block, d_block = _block(x_columns, TAKEN), _block(d_columns, TAKEN)
@@ -65,7 +68,8 @@ def take_rows(
     remembered = inputs.memory is not None
     with torch.cuda.device_of(x):
         _take[(triton.cdiv(count, rows), parts)](
-            inputs.memory if remembered else inputs.rows, x, outputs.memory if remembered else outputs.rows, d,
+            inputs.memory if remembered else inputs.rows, None if remembered else inputs.mean, x,
+            outputs.memory if remembered else outputs.rows, None if remembered else outputs.mean, d,
             chosen, total, count, inputs.gain, outputs.gain,
             remembered, x_columns, d_columns, rows, x_block, d_block,
             num_warps=_warps(rows * max(x_block, d_block)), enable_fp_fusion=False,
@@ -86,64 +90,74 @@ def _warps(numbers: int) -> int:
 
 
 @triton.jit
-def _joined(rows, memory, row, inside, column, keep, scale, COLUMNS: tl.constexpr):
+def _centred(rows, mean, at, here, column, COLUMNS: tl.constexpr):
+    value = tl.load(rows + at, mask=here, other=0).to(tl.float32)
+    if mean is not None:
+        value -= tl.load(mean + column, mask=column < COLUMNS, other=0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
+def _joined(rows, mean, memory, row, inside, column, keep, scale, COLUMNS: tl.constexpr):
     at = row[:, None] * COLUMNS + column[None, :]
     here = inside[:, None] & (column < COLUMNS)[None, :]
-    joined = tl.load(rows + at, mask=here, other=0).to(tl.float32) * scale
+    joined = _centred(rows, mean, at, here, column, COLUMNS) * scale
     if memory is not None:
         joined = tl.load(memory + at, mask=here, other=0).to(tl.float32) * keep + joined
     return joined
 
 
 @triton.jit
-def _norm(rows, memory, row, inside, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(rows, mean, memory, row, inside, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Of a row whose first block is here. fp64 squares neither vanish for rows of 1e-25 nor overflow for 1e20."""
     squares = first.to(tl.float64) * first.to(tl.float64)
     for start in range(BLOCK, COLUMNS, BLOCK):
-        joined = _joined(rows, memory, row, inside, start + tl.arange(0, BLOCK), keep, scale, COLUMNS).to(tl.float64)
+        column = start + tl.arange(0, BLOCK)
+        joined = _joined(rows, mean, memory, row, inside, column, keep, scale, COLUMNS).to(tl.float64)
         squares += joined * joined
     return tl.sqrt(tl.sum(squares, 1))
 
 
 @triton.jit
-def _remember(rows, memory, row, fits, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _remember(rows, mean, memory, row, fits, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     if memory is not None:
         at = row[:, None] * COLUMNS + tl.arange(0, BLOCK)[None, :]
         here = fits[:, None] & (tl.arange(0, BLOCK) < COLUMNS)[None, :]
         tl.store(memory + at, first.to(memory.dtype.element_ty), mask=here)
         for start in range(BLOCK, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            joined = _joined(rows, memory, row, fits, column, keep, scale, COLUMNS).to(memory.dtype.element_ty)
+            joined = _joined(rows, mean, memory, row, fits, column, keep, scale, COLUMNS).to(memory.dtype.element_ty)
             here = fits[:, None] & (column < COLUMNS)[None, :]
             tl.store(memory + (row[:, None] * COLUMNS + column[None, :]), joined, mask=here)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _join(
-    x, x_memory, d, d_memory, scores, count, keep, x_scale, d_scale, x_most: tl.float64, d_most: tl.float64,
+    x, x_mean, x_memory, d, d_mean, d_memory, scores, count,
+    keep, x_scale, d_scale, x_most: tl.float64, d_most: tl.float64,
     X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    x_first = _joined(x, x_memory, row, inside, tl.arange(0, X_BLOCK), keep, x_scale, X)
-    d_first = _joined(d, d_memory, row, inside, tl.arange(0, D_BLOCK), keep, d_scale, D)
-    x_norm = _norm(x, x_memory, row, inside, x_first, keep, x_scale, X, X_BLOCK)
-    d_norm = _norm(d, d_memory, row, inside, d_first, keep, d_scale, D, D_BLOCK)
+    x_first = _joined(x, x_mean, x_memory, row, inside, tl.arange(0, X_BLOCK), keep, x_scale, X)
+    d_first = _joined(d, d_mean, d_memory, row, inside, tl.arange(0, D_BLOCK), keep, d_scale, D)
+    x_norm = _norm(x, x_mean, x_memory, row, inside, x_first, keep, x_scale, X, X_BLOCK)
+    d_norm = _norm(d, d_mean, d_memory, row, inside, d_first, keep, d_scale, D, D_BLOCK)
     fits = (x_norm <= x_most) & (d_norm <= d_most)  # not for NaN
     tl.store(scores + row, tl.where(fits, x_norm * d_norm, float("nan")), mask=inside)
-    _remember(x, x_memory, row, inside & fits, x_first, keep, x_scale, X, X_BLOCK)
-    _remember(d, d_memory, row, inside & fits, d_first, keep, d_scale, D, D_BLOCK)
+    _remember(x, x_mean, x_memory, row, inside & fits, x_first, keep, x_scale, X, X_BLOCK)
+    _remember(d, d_mean, d_memory, row, inside & fits, d_first, keep, d_scale, D, D_BLOCK)
 
 
 @triton.jit
 def _take_side(
-    source, taken, row, place, inside, finite, gain,
+    source, mean, taken, row, place, inside, finite, gain,
     REMEMBERED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = inside[:, None] & (column < COLUMNS)[None, :]
     at = row[:, None] * COLUMNS + column[None, :]
-    value = tl.load(source + at, mask=here, other=0).to(tl.float32)
+    value = _centred(source, mean, at, here, column, COLUMNS)
     if REMEMBERED:
         value = value * gain
         tl.store(source + at, tl.zeros_like(value).to(source.dtype.element_ty), mask=here & finite[:, None])
@@ -153,7 +167,7 @@ def _take_side(
 
 @triton.jit(do_not_specialize=["count"])
 def _take(
-    x, x_taken, d, d_taken, chosen, total, count, x_gain, d_gain, REMEMBERED: tl.constexpr,
+    x, x_mean, x_taken, d, d_mean, d_taken, chosen, total, count, x_gain, d_gain, REMEMBERED: tl.constexpr,
     X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`x` and `d` are the memories, or the rows where nothing is remembered."""
@@ -162,5 +176,5 @@ def _take(
     row = tl.load(chosen + place, mask=inside, other=0)
     sum_of_scores = tl.load(total) + tl.zeros([ROWS], tl.float64)  # of a scalar, the interpreter forgets the type
     finite = sum_of_scores <= float("inf")  # all but NaN
-    _take_side(x, x_taken, row, place, inside, finite, x_gain, REMEMBERED, X, X_BLOCK)
-    _take_side(d, d_taken, row, place, inside, finite, d_gain, REMEMBERED, D, D_BLOCK)
+    _take_side(x, x_mean, x_taken, row, place, inside, finite, x_gain, REMEMBERED, X, X_BLOCK)
+    _take_side(d, d_mean, d_taken, row, place, inside, finite, d_gain, REMEMBERED, D, D_BLOCK)
