@@ -3,13 +3,13 @@
     python benchmarks/backward.py [--device cuda --dtype bfloat16] [--json benchmarks/results/backward_cpu.json]
     python benchmarks/backward.py --shapes 64,256,256 256,1024,1024 --rounds 15     # where does it stop paying?
 
-A shape is rows, inputs, outputs of a layer. Norms, choice, memory and product are all in the time. Each round measures
-every contestant once, small ones many times in a row; medians count, and the best is beside them. Columns:
+A shape is rows, inputs, outputs of a layer. Means, norms, choice, memory and product are all in the time. Each round
+measures every contestant once, small ones many times in a row; medians count, and the best is beside them. Columns:
 
 - graph: on a GPU, the same as a CUDA graph, and × exact then: the exact product as a graph, too. Without graphs, Python
   and launches take longer than the work of a small layer;
 - floor: the product of K rows alone, and each byte that has to move at the speed of torch's copy of a large tensor;
-- join, choose, take: parts of the time, measured apart (on a GPU that of the GPU); the product is in the rest.
+- join, choose, take: parts of the time, measured apart (on a GPU that of the GPU); product and means are in the rest.
 
 The last lines of a table are whole backward passes of a layer (gradients of weight, bias and input).
 """
@@ -80,12 +80,12 @@ class Layer:
         return lambda: torch.autograd.grad(y, wanted, self.d, retain_graph=True)
 
     def bytes(self, share: float, with_memory: bool) -> int:
-        """That have to move: every row into the memory, then the chosen ones out of it, and zero in their place."""
+        """That have to move: all rows for means and sums, and into the memory; the chosen ones out of it, then zero."""
         of_row, of_slot = self.x.element_size(), DTYPES[self.options.memory_dtype].itemsize
         count, columns = Choice(share).count(self.rows), self.width + self.out
         if with_memory:
-            return columns * (self.rows * (of_row + 2 * of_slot) + count * (2 * of_slot + of_row))
-        return columns * (self.rows * of_row + 2 * count * of_row)
+            return columns * (self.rows * (2 * of_row + 2 * of_slot) + count * (2 * of_slot + of_row))
+        return columns * (self.rows * 2 * of_row + 2 * count * of_row)
 
 
 def label(policy: str, share: float, memory: RowMemory | None) -> str:
