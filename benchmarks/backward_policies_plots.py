@@ -88,7 +88,7 @@ def plot(results: Results, draw: Draw, path: Path) -> None:
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels))
+    figure.legend(handles, labels, loc="lower center", ncol=math.ceil(len(labels) / 2))
     figure.tight_layout(rect=(0, 0.12 / rows, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90, metadata={"Software": None})
