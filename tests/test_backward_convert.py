@@ -223,3 +223,27 @@ def test_importing_gradwire_does_not_import_the_compiler():
     """It takes a second, which DDP and optimizers ask for themselves when they are used."""
     code = "import sys, gradwire.backward; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=dict(os.environ))
+
+
+def test_converting_again_keeps_scaler_and_optimizer():
+    layer, scaler = nn.Linear(6, 5), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    convert(layer, 2, optimizer=optimizer, grad_scaler=scaler)
+    x = torch.randn(8, 6)
+    layer(x).sum().backward()
+    kept = bits(layer.memory.inputs)
+    convert(layer, 3)
+    assert layer.scales.optimizer is optimizer and layer.scales.grad_scaler is scaler
+    assert bits(layer.memory.inputs) == kept
+
+
+def test_a_memory_in_other_units_is_dropped():
+    layer = convert(nn.Linear(6, 5), 2)
+    layer(torch.randn(8, 6)).sum().backward()
+    convert(layer, 2, optimizer=torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert layer.memory.inputs is None
+
+
+def test_centre_is_true_or_false():
+    with pytest.raises(SpecError, match="True or False, not 'no'"):
+        convert(nn.Linear(6, 5), 2, centre="no")

@@ -31,6 +31,8 @@ class Choice:
             raise SpecError(f"k={self.k}: a share of the rows is above 0 and at most 1; a number of rows is an int")
         if not isinstance(self.policy, str) or self.policy.lower() not in POLICIES:
             raise unknown_name("policy", str(self.policy), POLICIES)
+        if not isinstance(self.centre, bool):
+            raise SpecError(f"centre must be True or False, not {self.centre!r}")
         object.__setattr__(self, "policy", self.policy.lower())
 
     def count(self, rows: int) -> int:

@@ -34,8 +34,8 @@ def convert(
 ) -> nn.Module:  # fmt: skip
     """Let linear layers and 1×1 convolutions of `model` make their weight gradients from k rows of a batch.
 
-    The layers change in place; parameters, hooks and names stay what they are. Calling it again changes the choice
-    and keeps memories; `revert` goes back.
+    The layers change in place; parameters, hooks and names stay what they are. Calling it again changes the choice, and
+    keeps memories, optimizer and scaler; `revert` goes back.
 
     - `k`: rows, as a number (32) or as a share of the batch (0.25); or by name, the first pattern that matches
       counts, and None leaves a layer exact: `{"head": None, "*": 0.25}`.
@@ -55,8 +55,9 @@ def convert(
         pattern: Choice(value, policy, centre) if value is not None else None for pattern, value in wanted.items()
     }
     RowMemory(decay or 1.0, memory_dtype)
-    scales = Scales(optimizer, grad_scaler)
     found = _candidates(model)
+    old = next((layer.scales for _, layer in found if isinstance(layer, ChosenRows)), Scales())
+    scales = Scales(optimizer or old.optimizer, grad_scaler or old.grad_scaler)
     if not found:
         raise GradwireError(
             "the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert (subclasses are left "
@@ -73,7 +74,8 @@ def convert(
             continue
         before = layer.memory if isinstance(layer, ChosenRows) else None
         memory = RowMemory(decay, memory_dtype) if decay else None
-        if memory and before and before.inputs is not None and before.outputs is not None:
+        same_form = (old.optimizer is None) == (scales.optimizer is None)  # otherwise rows are in other units
+        if memory and before and same_form and before.inputs is not None and before.outputs is not None:
             memory.load(before.inputs, before.outputs)
         layer.__class__ = CONVERTED.get(type(layer), type(layer))
         layer.choose(choice, memory, scales)  # type: ignore[operator]

@@ -17,9 +17,11 @@ class RowMemory:
 
     def __init__(self, decay: float = 1.0, dtype: torch.dtype | None = None) -> None:
         if not 0 < decay <= 1:
-            raise SpecError(f"decay={decay}: a memory keeps a share of what is left that is above 0 and at most 1")
+            raise SpecError(
+                f"decay={decay}: a memory keeps a share above 0 and at most 1; for none, leave the memory out"
+            )
         if dtype not in (None, *DTYPES):
-            raise SpecError(f"memory_dtype={dtype}: give torch.float32 or torch.bfloat16")
+            raise SpecError(f"memory_dtype={dtype}: give torch.float32, torch.bfloat16 or torch.float64")
         self.decay, self.dtype = float(decay), dtype
         self.inputs: torch.Tensor | None = None
         self.outputs: torch.Tensor | None = None

@@ -69,7 +69,8 @@ class Scales:
                 return float(group["lr"])
         raise GradwireError(
             "a converted layer's weight is not in the optimizer that was given to gradwire.backward.convert: build the "
-            "optimizer from the parameters of that model, or leave optimizer= out"
+            "optimizer from the parameters of that model (convert a copy again with its own), or leave optimizer= out, as "
+            "with FSDP2, whose optimizers have shards of weights"
         )
 
     def _scale(self) -> float:
