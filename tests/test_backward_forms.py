@@ -65,12 +65,14 @@ def test_what_is_remembered_counts_with_the_rate_of_its_own_time(decay):
     assert differ > 6, "with a rate that changes, the forms are not the same"
 
 
-def test_a_rate_of_zero_waits():
-    """A warm-up starts there: nothing can be applied, so nothing is taken from the memory or put into it."""
+@pytest.mark.parametrize("rate", [0.0, 1e-320, 1e-80])
+def test_a_rate_of_zero_waits(rate):
+    """A warm-up starts there, and an exponential decay passes by what fp32 cannot hold: nothing can be applied, so
+    nothing is taken from the memory or put into it."""
     layer, optimizer = pair(0.1)
     gradient(layer, 0)
     before = bits(layer.memory.inputs), bits(layer.memory.outputs)
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["lr"] = rate
     assert not gradient(layer, 1).any() and layer.bias.grad.any()
     assert (bits(layer.memory.inputs), bits(layer.memory.outputs)) == before
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
@@ -118,6 +120,15 @@ def test_other_optimizers_are_refused_and_work_without(make):
     gradient(layer, 0)
     optimizer.step()
     assert bool((layer.weight != before).any())
+
+
+def test_momentum_that_comes_later_is_refused():
+    """A state that is loaded brings its own."""
+    layer, optimizer = pair(0.1)
+    gradient(layer, 0)
+    optimizer.load_state_dict(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9).state_dict())
+    with pytest.raises(SpecError, match="without momentum"):
+        gradient(layer, 1)
 
 
 def test_a_weight_that_the_optimizer_does_not_have():

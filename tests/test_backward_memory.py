@@ -178,6 +178,18 @@ def test_memories_that_do_not_fit(inputs, outputs):
     assert {name: value for name, value in state(model).items() if name in memory} == {n: before[n] for n in memory}
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1j])
+def test_memories_that_are_no_finite_numbers(bad):
+    """A row that is not finite never leaves the memory: every gradient from then on would be NaN."""
+    model = make()
+    train(model, range(1))
+    before, checkpoint = state(model), saved(model)
+    checkpoint["2.weight_memory_outputs"] = checkpoint["2.weight_memory_outputs"] + torch.tensor(bad)
+    with pytest.raises(RuntimeError, match=r"2\.weight: its row memory .* take 2\.weight_memory_inputs and"):
+        model.load_state_dict(checkpoint)
+    assert state(model) == before
+
+
 def test_other_dtypes_and_devices():
     model = make()
     train(model, range(2))

@@ -159,6 +159,25 @@ def test_a_state_that_is_loaded_in_inference_mode():
     gradients(model, torch.randn(4, 6))
 
 
+def test_a_backward_pass_in_inference_mode():
+    layer, x = convert(nn.Linear(6, 4), 2).double(), torch.randn(8, 6, dtype=torch.float64)  # fp64: the reference
+    loss = layer(x).square().sum()
+    with torch.inference_mode():
+        loss.backward()
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    assert layer.weight.grad.any()
+
+
+def test_a_layer_without_parameters_can_be_moved():
+    layer = convert(nn.Linear(6, 4, bias=False), 2)
+    gradients(layer, torch.randn(8, 6))
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight
+    assert layer.double().memory.bytes
+
+
 def test_an_average_of_models_has_its_own_memories():
     model, x = trained(), torch.randn(4, 6)
     average = AveragedModel(model)

@@ -209,7 +209,9 @@ def test_what_the_reference_has_to_do():
     good = side(4, 6, memory_dtype=torch.float32)
     rows, memory = good[:2]
     assert triton_rows.can(good) and triton_rows.can(Side(rows, None))
-    for wrong in (rows.double(), rows.t(), rows[:, :3], rows[0], rows.int()):
+    negated = torch.complex(torch.ones(1, 1), torch.ones(1, 1)).conj().imag  # its data has the other sign
+    subclass = rows.as_subclass(type("Wrapped", (torch.Tensor,), {}))
+    for wrong in (rows.double(), rows.t(), rows[:, :3], rows[0], rows.int(), negated, subclass):
         assert not triton_rows.can(Side(wrong, None))
     for wrong in (memory.double(), memory.half(), memory[:, :3], memory[:3], memory.t().contiguous().t()):
         assert not triton_rows.can(Side(rows, wrong))

@@ -47,9 +47,10 @@ class ChosenRows(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        if self.memory:
-            # Of any parameter: to look at the weight itself may compute it anew, as parametrizations do.
-            self.memory.move(next(self.parameters()).device)
+        # Any parameter: to look at the weight itself may compute it anew, as parametrizations do.
+        parameter = next(self.parameters(), None)
+        if self.memory and parameter is not None:
+            self.memory.move(parameter.device)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -85,6 +86,11 @@ class ChosenRows(nn.Module):
             errors.append(
                 f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs "
                 f"as many rows of {wanted[0]} as rows of {wanted[1]}"
+            )
+        elif not all(memory.is_floating_point() and memory.isfinite().all() for memory in found):
+            errors.append(
+                f"{prefix}weight: its row memory has entries that are not finite numbers, and every gradient would be "
+                f"NaN: take {own[0]} and {own[1]} out of the state, which empties the memory"
             )
         else:
             self.memory.load(*(memory.to(self.weight.device) for memory in found))

@@ -62,7 +62,8 @@ class RowMemory:
         have = 0 if memory is None else memory.shape[0]
         if memory is not None and have >= rows.shape[0] and memory.device == rows.device and memory.dtype == dtype:
             return memory
-        longer = torch.zeros(max(have, len(rows)), rows.shape[1], dtype=dtype, device=rows.device)
+        with torch.inference_mode(False):  # as in `load`
+            longer = torch.zeros(max(have, len(rows)), rows.shape[1], dtype=dtype, device=rows.device)
         if memory is not None:
             longer[:have] = memory
         return longer

@@ -16,6 +16,8 @@ import torch
 
 from ..errors import GradwireError, SpecError
 
+SMALLEST_RATE = torch.finfo(torch.float32).tiny
+
 
 class Factors(NamedTuple):
     """Of rows on their way into the memory, and of chosen rows on their way out of it."""
@@ -44,28 +46,36 @@ class Scales:
         if self.optimizer is None:
             return
         if not isinstance(self.optimizer, torch.optim.SGD) or any(g["momentum"] for g in self.optimizer.param_groups):
-            raise SpecError(
-                f"optimizer={type(self.optimizer).__name__}: the paper's form folds the learning rate into what is "
-                "remembered, which is right for torch.optim.SGD without momentum alone; leave optimizer= out: the "
-                "other form works with every optimizer"
-            )
+            raise self._refusal()
+
+    def _refusal(self) -> SpecError:
+        return SpecError(
+            f"optimizer={type(self.optimizer).__name__}: the paper's form folds the learning rate into what is "
+            "remembered, which is right for torch.optim.SGD without momentum alone; leave optimizer= out: the "
+            "other form works with every optimizer"
+        )
 
     def __deepcopy__(self, memo: object) -> Scales:
         """The same for a copied model: a copy of the optimizer or scaler would stay at what they are now, unnoticed."""
         return self
 
     def factors(self, weight: torch.Tensor) -> Factors | None:
-        """None where the learning rate is zero: such a step can apply nothing."""
+        """None where the learning rate is zero, or so small that fp32 has no √η: such a step can apply nothing."""
         scale = self._scale()
         if self.optimizer is None:
             return Factors(outputs=1 / scale, chosen_outputs=scale)
-        root = math.sqrt(self._rate(weight))
-        return Factors(root, root / scale, 1 / root, scale / root) if root else None
+        rate = self._rate(weight)
+        if rate < SMALLEST_RATE:
+            return None
+        root = math.sqrt(rate)
+        return Factors(root, root / scale, 1 / root, scale / root)
 
     def _rate(self, weight: torch.Tensor) -> float:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             if any(p is weight for p in group["params"]):
+                if group["momentum"]:  # since then: a loaded state, another group
+                    raise self._refusal()
                 return float(group["lr"])
         raise GradwireError(
             "a converted layer's weight is not in the optimizer that was given to gradwire.backward.convert: build the "

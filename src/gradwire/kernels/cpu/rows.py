@@ -13,7 +13,6 @@ from ..reference.rows import Side
 __all__ = ["can", "join_rows", "largest", "take_rows"]
 
 DTYPES = (torch.float32, torch.bfloat16)
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have their data elsewhere
 
 
 def can(side: Side) -> bool:
@@ -25,13 +24,7 @@ def can(side: Side) -> bool:
 
 
 def _fits(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_cpu
-        and tensor.dtype in DTYPES
-        and type(tensor) in PLAIN
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous() and reference.is_plain(tensor)
 
 
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
@@ -57,7 +50,7 @@ def take_rows(
 
 
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    if keys.dtype != torch.float64 or not keys.is_contiguous() or type(keys) not in PLAIN:
+    if keys.dtype != torch.float64 or not keys.is_contiguous() or not reference.is_plain(keys):
         return reference.largest(keys, count)
     places = torch.empty(count, dtype=torch.int64)
     _native.largest(keys.data_ptr(), keys.shape[0], count, places.data_ptr())

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference import rows as reference
 from ..reference.rows import Side
 from .largest import largest
 
@@ -27,6 +28,8 @@ OF_A_WARP = 512
 
 def can(side: Side) -> bool:
     rows, memory, mean = side.rows, side.memory, side.mean
+    if not all(reference.is_plain(tensor) for tensor in (rows, memory, mean) if tensor is not None):
+        return False
     if mean is not None and (mean.dtype != rows.dtype or not mean.is_contiguous()):
         return False
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.dim() != 2 or not rows.is_contiguous():

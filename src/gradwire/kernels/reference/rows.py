@@ -22,6 +22,11 @@ class Side(NamedTuple):
     mean: torch.Tensor | None = None  # [columns], in the dtype of the rows; subtracted from each of them
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values: subclasses may have them elsewhere, and a negative view has other signs."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg()
+
+
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     """memory ← keep·memory + scale·(rows − mean) on both sides; the norms of their outer products, in fp64.
 
