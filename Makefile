@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard native/*) CMakeLists.txt
 
-.PHONY: demo test nightly lint bench bench-link bench-volume bench-aggregation bench-federated trials fuzz sanitize clean
+.PHONY: demo test nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
@@ -38,6 +38,13 @@ bench-volume: $(VENV)/.built ## bytes of a rank at 2 to 16 ranks, at its interfa
 bench-aggregation: $(VENV)/.built ## sums of sparse gradients, NCF and LSTM at 1 Gbit/s (Linux, root, iproute2, clang)
 	$(BIN)/python benchmarks/aggregation.py
 	$(BIN)/python benchmarks/sparse_training.py
+
+bench-backward: $(VENV)/.test ## weight gradients from some rows beside exact ones; policies (Fashion-MNIST in DATA: an hour), larger networks
+	$(BIN)/python benchmarks/backward.py
+	$(BIN)/python benchmarks/backward_policies.py --fashion-mnist $(or $(DATA),data) $(OPTIONS)
+	$(BIN)/python benchmarks/backward_policies_report.py
+	$(BIN)/python benchmarks/backward_models.py --task text
+	$(BIN)/python benchmarks/backward_models_report.py
 
 # DATA holds Fashion-MNIST's idx files and CIFAR-10; on a GPU: make bench-federated OPTIONS="--device cuda --parallel 8"
 bench-federated: $(VENV)/.test ## federated learning on Flower: server cost, byte budgets, accuracy against bytes (hours on a CPU)

@@ -79,8 +79,8 @@ class Scales:
                 return float(group["lr"])
         raise GradwireError(
             "a converted layer's weight is not in the optimizer that was given to gradwire.backward.convert: build the "
-            "optimizer from the parameters of that model (convert a copy again with its own), or leave optimizer= out, as "
-            "with FSDP2, whose optimizers have shards of weights"
+            "optimizer from the parameters of that model (convert a copy again with its own), or leave optimizer= out "
+            "(FSDP2, whose optimizers have shards of weights, needs that)"
         )
 
     def _scale(self) -> float:
