@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     speed = bandwidth(clock, options.device)
     cuda = options.device == "cuda"
     result: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/backward.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/backward.py", *without_json(sys.argv[1:])]),
         "device": options.device, "machine": torch.cuda.get_device_name() if cuda else processor(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(), "dtype": options.dtype, "memory_dtype": options.memory_dtype,
@@ -165,6 +165,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         show(result, result["shapes"][-1])
         del layer
     return result
+
+
+def without_json(arguments: list[str]) -> list[str]:
+    """Where the result went is a matter of the machine, not of the measurement."""
+    at = arguments.index("--json") if "--json" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def main() -> None:
