@@ -55,6 +55,11 @@ def check_close(ours: Tensors, others: Tensors) -> None:
 def check_training(rank: int, model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
     """Replicas stay bit-identical, memories differ from rank to rank, and it learns."""
     optimizer = kind(model.parameters(), lr=0.05 if kind is torch.optim.SGD else 0.005)
+    check_ranks(model, train(rank, model, optimizer))
+
+
+def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The losses of all steps."""
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -62,7 +67,7 @@ def check_training(rank: int, model: nn.Module, kind: type[torch.optim.Optimizer
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    check_ranks(model, losses)
+    return losses
 
 
 def check_ranks(model: nn.Module, losses: list[float]) -> None:
@@ -142,14 +147,9 @@ def data_parallel(rank: int) -> None:
 
 def local_sgd(rank: int) -> None:
     model = make()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with gradwire.LocalSGD(model, optimizer, "co3", sync_every=5):
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, 0)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
+        losses = train(rank, model, optimizer)
     check_ranks(model, losses)
 
 

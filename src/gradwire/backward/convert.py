@@ -54,10 +54,11 @@ def convert(
     choices = {
         pattern: Choice(value, policy, centre) if value is not None else None for pattern, value in wanted.items()
     }
-    RowMemory(decay or 1.0, memory_dtype)
+    RowMemory(decay or 1.0, memory_dtype)  # a SpecError now, not after some layers have changed
     found = _candidates(model)
     old = next((layer.scales for _, layer in found if isinstance(layer, ChosenRows)), Scales())
     scales = Scales(optimizer or old.optimizer, grad_scaler or old.grad_scaler)
+    same_form = (old.optimizer is None) == (scales.optimizer is None)  # otherwise remembered rows are in other units
     if not found:
         raise GradwireError(
             "the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert (subclasses are left "
@@ -74,7 +75,6 @@ def convert(
             continue
         before = layer.memory if isinstance(layer, ChosenRows) else None
         memory = RowMemory(decay, memory_dtype) if decay else None
-        same_form = (old.optimizer is None) == (scales.optimizer is None)  # otherwise rows are in other units
         if memory and before and same_form and before.inputs is not None and before.outputs is not None:
             memory.load(before.inputs, before.outputs)
         layer.__class__ = CONVERTED.get(type(layer), type(layer))

@@ -78,11 +78,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
         if weight.is_complex():
             raise GradwireError("rows are chosen for real layers, not for complex ones: use torch.nn.functional.linear")
-        cast = in_autocast(weight)
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.how = weight, how
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        return functional.linear(x, cast, None if bias is None else in_autocast(bias))
+        return functional.linear(x, *_kept(ctx, x, weight, bias, how))
 
     @staticmethod
     @once_differentiable
@@ -110,11 +106,8 @@ class PointwiseFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, ...], *how: Any
     ) -> torch.Tensor:
-        cast = in_autocast(weight)
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.stride, ctx.how = weight, stride, how
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        return _convolve(x, cast, None if bias is None else in_autocast(bias), stride)
+        ctx.stride = stride
+        return _convolve(x, *_kept(ctx, x, weight, bias, how), stride)
 
     @staticmethod
     @once_differentiable
@@ -135,6 +128,17 @@ class PointwiseFunction(torch.autograd.Function):
         if of_bias is not None:
             of_bias = of_bias.to(ctx.bias_dtype)
         return of_input, of_weight, of_bias, None, None, None, None
+
+
+def _kept(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias as the layer gets them; what both functions need in the backward pass is kept."""
+    cast = in_autocast(weight)
+    ctx.save_for_backward(x, cast)
+    ctx.weight, ctx.how = weight, how
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    return cast, None if bias is None else in_autocast(bias)
 
 
 def _convolve(
