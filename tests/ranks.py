@@ -74,6 +74,7 @@ def connect(rank: int, folder: Path, name: str, seconds: float = 60, world: int 
     """A process group of its own for each scenario that breaks it; meeting in a file needs no free port."""
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=world, timeout=timeout)
+    dist.barrier()  # a rank that has met all others and leaves at once breaks it for those that have not yet
 
 
 class Net(nn.Module):

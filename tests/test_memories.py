@@ -98,7 +98,7 @@ def run_phase(scenarios: list[Callable[[int], None]], rank: int, folder: Path, w
     folder.mkdir(exist_ok=True)
     if world == WORLD:
         return run_scenarios(scenarios, rank, folder, seconds=60)
-    dist.init_process_group("gloo", f"file://{folder / 'two'}", rank=rank, world_size=world)
+    connect(rank, folder, "two", world=world)
     for scenario in scenarios:
         scenario(rank)
     dist.destroy_process_group()
