@@ -44,6 +44,7 @@ size_t rows_of(const GivenSide& inputs, const GivenSide& outputs) {
 void join(const GivenSide& inputs, const GivenSide& outputs, double keep, int threads, uintptr_t scores) {
     const size_t count = rows_of(inputs, outputs);
     const Side sides[2] = {make_side(inputs, count), make_side(outputs, count)};
+    require(scores || !count, "no place for the scores");
     nb::gil_scoped_release release;
     join_rows(sides, count, float(keep), reinterpret_cast<double*>(scores), threads);
 }
@@ -53,6 +54,9 @@ void take(const GivenSide& inputs, const GivenSide& outputs, uintptr_t chosen, s
     const size_t count = rows_of(inputs, outputs);
     const Side sides[2] = {make_side(inputs, count), make_side(outputs, count)};
     const int64_t* c = reinterpret_cast<const int64_t*>(chosen);
+    require(chosen || !n, "no chosen rows");
+    require(std::get<0>(taken) || !n || !sides[0].columns, "no place for the inputs");
+    require(std::get<1>(taken) || !n || !sides[1].columns, "no place for the outputs");
     bool good = !n || (c[0] >= 0 && uint64_t(c[n - 1]) < count);
     for (size_t i = 1; i < n; i++) good &= c[i] > c[i - 1];
     require(good, "chosen rows must be ascending, and inside");
@@ -64,6 +68,7 @@ void take(const GivenSide& inputs, const GivenSide& outputs, uintptr_t chosen, s
 // `keys` is the address of n doubles, `places` that of `count` int64.
 void find_largest(uintptr_t keys, size_t n, size_t count, uintptr_t places) {
     require(count <= n, "more wanted than there are");
+    require(!count || (keys && places), "no keys, or no room for their places");
     nb::gil_scoped_release release;
     largest(reinterpret_cast<const double*>(keys), n, count, reinterpret_cast<int64_t*>(places));
 }

@@ -8,13 +8,7 @@ namespace gradwire {
 
 const GridKernels portable_grid = {grid_any, grid_rans};
 
-const GridKernels& grid_kernels() {
-#ifdef GRADWIRE_X86
-    if (&kernels() == &avx2_kernels) return avx2_grid;
-    if (&kernels() == &avx512_kernels) return avx512_grid;
-#endif
-    return portable_grid;
-}
+const GridKernels& grid_kernels() { return GRADWIRE_IN_USE(grid); }
 
 // ── what a grid comes to ──
 

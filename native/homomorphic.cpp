@@ -9,13 +9,7 @@ namespace gradwire {
 
 const HomomorphicKernels portable_homomorphic = {cells_any, bloom_query_any, fixed_any};
 
-const HomomorphicKernels& homomorphic_kernels() {
-#ifdef GRADWIRE_X86
-    if (&kernels() == &avx512_kernels) return avx512_homomorphic;
-    if (&kernels() == &avx2_kernels) return avx2_homomorphic;
-#endif
-    return portable_homomorphic;
-}
+const HomomorphicKernels& homomorphic_kernels() { return GRADWIRE_IN_USE(homomorphic); }
 
 SketchShape::SketchShape(uint32_t segments, int log, int lanes, uint32_t seed)
     : segments(segments), log(log), lanes(lanes), key(mix(seed ^ kGolden)), key2(mix(key + kOther)) {}

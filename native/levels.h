@@ -23,7 +23,6 @@ struct Costs {
 };
 
 struct LevelKernels {
-    const char* name;
     void (*stats)(const Stream& s, float decay, Buckets b, double* out);
     void (*assign)(const Stream& s, float decay, Buckets b, const float* values, int levels, bool stochastic,
                    uint64_t seed, uint8_t* symbols, int64_t* counts);

@@ -4,7 +4,7 @@
 
 namespace gradwire {
 
-const LevelKernels avx2_levels = GRADWIRE_LEVEL_KERNELS("avx2", assign_loop, spread_loop);
+const LevelKernels avx2_levels = GRADWIRE_LEVEL_KERNELS(assign_loop, spread_loop);
 
 }  // namespace gradwire
 #endif

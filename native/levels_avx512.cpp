@@ -149,7 +149,7 @@ void spread(const uint8_t* symbols, Buckets b, const float* values, int levels, 
 
 }  // namespace
 
-const LevelKernels avx512_levels = GRADWIRE_LEVEL_KERNELS("avx512", assign, spread);
+const LevelKernels avx512_levels = GRADWIRE_LEVEL_KERNELS(assign, spread);
 
 }  // namespace gradwire
 #endif

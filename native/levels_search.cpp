@@ -8,7 +8,6 @@
 //   first-level cache takes some hundred vector instructions, so ten such passes are a small part of sorting.
 // - Where entries are sorted, it is as such integers, byte by byte: exact.
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -16,15 +15,9 @@
 
 namespace gradwire {
 
-const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS("portable", assign_loop, spread_loop);
+const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS(assign_loop, spread_loop);
 
-const LevelKernels& level_kernels() {
-#ifdef GRADWIRE_X86
-    for (const LevelKernels* k : {&avx2_levels, &avx512_levels})
-        if (!std::strcmp(k->name, kernels().name)) return *k;
-#endif
-    return portable_levels;
-}
+const LevelKernels& level_kernels() { return GRADWIRE_IN_USE(levels); }
 
 namespace {
 

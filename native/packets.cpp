@@ -7,12 +7,6 @@ namespace {
 const PacketKernels portable_packets = Lanes<Vector2>::kernels();
 }
 
-const PacketKernels& packet_kernels() {
-#ifdef GRADWIRE_X86
-    if (&kernels() == &avx512_kernels) return avx512_packets;
-    if (&kernels() == &avx2_kernels) return avx2_packets;
-#endif
-    return portable_packets;
-}
+const PacketKernels& packet_kernels() { return GRADWIRE_IN_USE(packets); }
 
 }  // namespace gradwire

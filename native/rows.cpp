@@ -17,14 +17,6 @@ const RowKernels portable_rows = row_kernels<Of2, Of4>();
 
 namespace {
 
-const RowKernels& row_kernels_in_use() {
-#ifdef GRADWIRE_X86
-    if (&kernels() == &avx512_kernels) return avx512_rows;
-    if (&kernels() == &avx2_kernels) return avx2_rows;
-#endif
-    return portable_rows;
-}
-
 // Arrays of 32 MB and more are new pages each time (glibc's malloc keeps none of them), and getting pages of 4 KB takes
 // several times as long as writing to them: ask for 2 MB at a time.
 void prefer_large_pages(void* data, size_t bytes) {
@@ -43,7 +35,7 @@ struct Use : Side {
 
     explicit Use(const Side& side)
         : Side(side),
-          loops(row_kernels_in_use().of[half_rows][remembers][centred]),
+          loops(GRADWIRE_IN_USE(rows).of[half_rows][remembers][centred]),
           row_bytes(columns * (half_rows ? 2 : 4)),
           memory_bytes(columns * (remembers == kNoMemory ? 0 : remembers == kHalfMemory ? 2 : 4)) {}
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <string_view>
 #include <vector>
 
 #include "quantize.h"
@@ -18,15 +17,6 @@ constexpr size_t kSampleRuns = 1024, kRun = 64, kSmall = 1 << 14, kSpare = 1 << 
 constexpr size_t kKept = 1 << 22;  // candidates for which memory is kept from one tensor to the next
 
 inline uint32_t magnitude_bits(float x) { return as_bits(x) & 0x7fffffffu; }
-
-Scan scan_in_use() {
-#ifdef GRADWIRE_X86
-    const std::string_view name = kernels().name;
-    if (name == avx512_kernels.name) return scan_avx512;
-    if (name == avx2_kernels.name) return scan_avx2;
-#endif
-    return scan_portable;
-}
 
 // Counts magnitudes (none below `low`) by their distance from `low`, which tells the k-th largest up to its bucket.
 // Candidates crowd within an octave of their limit, so that buckets are narrow there; what is 16 times as large and
@@ -105,7 +95,7 @@ void append_of_sign(Candidates& c, uint32_t sign, size_t start, const uint32_t* 
 
 // One pass over all entries.
 size_t gather(const Stream& s, float decay, bool two_sided, Candidates* sides) {
-    const Scan scan = scan_in_use();
+    const Scan scan = GRADWIRE_IN_USE(scan);
     alignas(64) uint32_t index[kScanRoom];
     alignas(64) float value[kScanRoom];
     for (size_t start = 0; start < s.count; start += kScanBlock) {
@@ -222,7 +212,7 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
     return s.count;
 }
 
-Found scan_portable(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
+Found portable_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
     constexpr size_t kTogether = 64;  // most of them hold nothing of interest, and their loops vectorise
     size_t n = 0;
     for (size_t i = 0; i < s.count; i += kTogether) {

@@ -28,20 +28,20 @@ struct Lows {
 // those with a magnitude of interest go to `value` and `index`, in order.
 using Scan = Found (*)(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 
-Found scan_portable(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+Found portable_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 
 // The entries that do not fill a vector any more, behind those that are done. Static: each instruction set has its own
 // copy, compiled with its own flags, and the linker must not take one for the other.
 static inline Found scan_rest(const Stream& s, float decay, Lows low, uint32_t* index, float* value, Found so_far) {
     if (so_far.done == s.count) return so_far;
     const Stream part = s.part(so_far.done, s.count - so_far.done);
-    const Found rest = scan_portable(part, decay, low, index + so_far.count, value + so_far.count);
+    const Found rest = portable_scan(part, decay, low, index + so_far.count, value + so_far.count);
     for (size_t j = so_far.count; j < so_far.count + rest.count; j++) index[j] += uint32_t(so_far.done);
     return {so_far.count + rest.count, so_far.done + rest.done};
 }
 #ifdef GRADWIRE_X86
-Found scan_avx2(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
-Found scan_avx512(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+Found avx2_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+Found avx512_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 #endif
 
 // An array that grows, and does not touch memory before it is used.

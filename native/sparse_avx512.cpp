@@ -57,7 +57,7 @@ Found scan(const Stream& stream, float decay, Lows low, uint32_t* index, float* 
 
 }  // namespace
 
-Found scan_avx512(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
+Found avx512_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
     if (s.memory) return (s.memory_out ? scan<true, true> : scan<true, false>)(s, decay, low, index, value);
     return (s.memory_out ? scan<false, true> : scan<false, false>)(s, decay, low, index, value);
 }

@@ -10,12 +10,14 @@ pytest -n 2                     two tests at a time, as `make test` has it; of t
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers import BACKENDS, use_backend
 
@@ -62,3 +64,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once on the reference kernels, and once on each instruction set of the native ones."""
     with use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # DDP models keep the group
+    dist.destroy_process_group()

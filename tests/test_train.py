@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import gc
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,87 +18,27 @@ import torch.distributed as dist
 
 from gradwire import AggregateError, GradwireError, checkpoint, tasks
 from gradwire.cli import main
-from gradwire.cli.options import Options, resolve
 from gradwire.cli.report import show
-from gradwire.tasks import backward
-from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
+from helpers import free_ports
 from ranks import WORLD, connect, launch
+from train_runs import (
+    COMMAND,
+    figures,
+    gone,
+    needs_proc,
+    run,
+    settings,
+    started,
+    wait_for,
+    wait_until_training,
+)
 
-COMMAND = [sys.executable, "-m", "gradwire.cli", "train"]
 pytestmark = pytest.mark.skipif(
     bool(os.environ.get("GRADWIRE_NO_NATIVE")), reason="takes minutes on the reference kernels"
 )
 STEPS = 160  # of the runs that are stopped and resumed
 LONG = ("--steps", "100000", "--batch-size", "2")  # a run that must be stopped from outside
-
-
-def run(*arguments: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL, check=False
-    )
-
-
-def figures(path: Path, *arguments: str) -> dict[str, Any]:
-    """What --json wrote. The command runs in this process, which has imported all that it needs; workers do not."""
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", *arguments, "--json", str(path)])
-    assert exit_.value.code == 0, exit_.value.code
-    return json.loads(path.read_text())
-
-
-@contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a session of its own, as a shell starts it; whatever happens, nothing is left of it."""
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def workers_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the workers, by rank."""
-    workers = {}
-    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
-            if match := re.search(r"(?:^|\0)RANK=(\d+)", environment):
-                workers[int(match[1])] = int(pid)
-    return workers
-
-
-def wait_for(condition: Any, seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} seconds: {condition}")
-
-
-def wait_until_training(process: subprocess.Popen[str], saved: Path) -> dict[int, int]:
-    """Wait for the first checkpoint: all workers are in the midst of it then."""
-    wait_for(lambda: saved.exists() or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
-    return workers_of(process)
-
-
-def gone(pids: dict[int, int]) -> bool:
-    return not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids.values())
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers through /proc")
 
 
 # ── a whole run ──
@@ -245,101 +180,6 @@ def test_local_steps_between_syncs(tmp_path: Path) -> None:
     assert (resumed["sync_every"], resumed["runs"][0]["measured_steps"]) == (4, 2)
 
 
-# ── a cheaper backward pass ──
-
-
-def test_exact_and_chosen_rows_in_one_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in place.items():  # as under torchrun, so that the worker is this process
-        monkeypatch.setenv(name, str(value))
-    options = ("--backward", "none", "--backward", "topk:k=0.5", "--steps", "10", "--batch-size", "8")
-    summary = figures(tmp_path / "figures.json", "--codec", "none", "--codec", "co3", *options)
-    assert summary["backward"] == ["none", "topk:k=0.5"]
-    runs = {(run["codec"], run["backward"]): run for run in summary["runs"]}
-    assert list(runs) == [(codec, backward) for codec in ("none", "co3") for backward in ("none", "topk:k=0.5")]
-    assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1,centre=yes"
-    assert [run["converted"] for run in runs.values()] == [[], ["6", "8"]] * 2
-    assert len({run["digest"] for run in runs.values()}) == 4
-    shown = capsys.readouterr().out
-    assert "--backward in 2 layers" in shown
-    assert "co3, topk:k=0.5 in 2 layers: step 10/10" in shown
-
-
-CHOSEN = ("co3", "topk:k=0.25,decay=0.9", 1), ("none", "randk:k=3", 1), ("co3", "weightedk", 4)
-
-
-def chosen(steps: int, codec: str, backward: str, sync_every: int, **more: Any) -> Settings:
-    return dataclasses.replace(settings(steps), codecs=(codec,), backward=(backward,), sync_every=sync_every, **more)
-
-
-def stopped(rank: int, folder: Path) -> list[Any]:
-    """Runs that go through, and the same stopped after 7 of 12 steps and resumed: with all memories, without, alone."""
-    connect(rank, folder, "stopped")
-    digits, outcomes = tasks.find("digits")(Path()), []
-
-    def stop(training: Training, loss: float) -> None:
-        if training.step == 8:
-            raise KeyError("stop")
-
-    for number, (codec, rows, sync_every) in enumerate(CHOSEN):
-        asked = chosen(12, codec, rows, sync_every, save=str(folder / f"{number}.pt"), save_every=7)
-        straight = Training(digits, asked, codec, None, rows).run(lambda *_: None)["digest"]
-        with contextlib.suppress(KeyError):
-            Training(digits, asked, codec, None, rows).run(stop)
-        dist.barrier()
-        saved = checkpoint.load(folder / f"{number}.pt")
-        dist.barrier()  # before the file is replaced
-        assert saved.step == 7
-        assert not any("memory" in name for name in saved.model)
-        assert not torch.equal(*(memory["6.weight_memory_inputs"] for memory in saved.row_memory[:2]))
-        without = dataclasses.replace(saved, row_memory=[])
-        resumed = [Training(digits, asked, codec, s, rows).run(lambda *_: None) for s in (saved, without)]
-        outcomes.append([run["digest"] == straight for run in resumed])
-    dist.destroy_process_group()
-    return outcomes
-
-
-def test_resuming_chosen_rows_ends_as_if_never_stopped(tmp_path: Path) -> None:
-    """Bit for bit; and not without the row memories, so that this can fail."""
-    assert launch(stopped, tmp_path, seconds=90) == [[[True, False]] * len(CHOSEN)] * WORLD
-
-
-@pytest.mark.usefixtures("alone")
-def test_row_memories_start_empty_on_other_workers(tmp_path: Path) -> None:
-    digits, path = tasks.find("digits")(Path()), tmp_path / "run.pt"
-    asked = chosen(2, "co3", "topk", 1, save=str(path))
-    Training(digits, asked, "co3", None, "topk").run(lambda *_: None)
-    saved = checkpoint.load(path)
-    go_on = dataclasses.replace(asked, steps=3)
-    model = Training(digits, go_on, "co3", saved, "topk").model
-    torch.testing.assert_close(backward.split_state(model)[1], saved.row_memory[0], rtol=0, atol=0)
-    two = dataclasses.replace(saved, error_memory=saved.error_memory * 2, row_memory=saved.row_memory * 2)
-    two.rng *= 2
-    assert not backward.split_state(Training(digits, go_on, "co3", two, "topk").model)[1]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_model_without_linear_layers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    digits = tasks.find("digits")(Path())
-    monkeypatch.setattr(digits, "build_model", lambda: torch.nn.Conv2d(1, 10, 3))
-    with pytest.raises(GradwireError, match="there is nothing to convert"):
-        Training(digits, chosen(1, "co3", "topk", 1), "co3", None, "topk")
-
-
-@pytest.mark.usefixtures("alone")
-def test_checkpoints_from_before_backward_are_resumed(killed: Path, tmp_path: Path) -> None:
-    content, path = torch.load(killed, weights_only=True), tmp_path / "run.pt"
-    del content["settings"]["backward"], content["row_memory"]
-    checkpoint.write_whole(path, content)
-    nothing = dict.fromkeys(field.name for field in dataclasses.fields(Options))
-    asked, _ = resolve(Options(**nothing | {"device": "cpu", "data_dir": Path(), "resume": path}))
-    assert asked.backward == ("none",)
-    training = Training(tasks.find("digits")(Path()), asked, "co3", checkpoint.load(path), *asked.backward)
-    assert (training.step, training.converted) == (content["step"], [])
-
-
 # ── errors ──
 
 
@@ -393,19 +233,6 @@ def test_another_run_is_not_resumed(killed: Path, option: str) -> None:
         main(["train", "--resume", str(killed), name, value])
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    gc.collect()  # DDP models keep the group
-    dist.destroy_process_group()
-
-
-def settings(steps: int, batch_size: int = 8) -> Settings:
-    return Settings("digits", ("co3",), 0, batch_size, 0.01, None, steps, "", 60.0)
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_finished_run_is_not_resumed(killed: Path) -> None:
     saved, digits = checkpoint.load(killed), tasks.find("digits")(Path())
@@ -449,7 +276,7 @@ def test_missing_data_are_one_line_from_all_workers(tmp_path: Path) -> None:
 
 
 def test_workers_with_different_options_are_told_so() -> None:
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     processes = [
         subprocess.Popen(
             [*COMMAND, "--seed", str(rank), "--steps", "5", "--timeout", "30"],
@@ -461,12 +288,6 @@ def test_workers_with_different_options_are_told_so() -> None:
         _, error = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "error: workers disagree on seed: rank 0 has 0, rank 1 1; start all with the same" in error
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_workers_are_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
