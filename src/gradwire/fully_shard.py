@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 
 from .aggregate.layout import Layout, Shape
@@ -176,7 +175,9 @@ def modules_of(model: nn.Module) -> list[Module]:
 
 
 def _fsdp_module() -> Any:
-    kind: Any = getattr(torch.distributed.fsdp, "FSDPModule", None)
+    from torch.distributed import fsdp  # half a second, which those who do not shard need not wait for
+
+    kind: Any = getattr(fsdp, "FSDPModule", None)
     for method in ("set_custom_reduce_scatter", "set_all_reduce_hook", "_get_fsdp_state"):
         if not hasattr(kind, method):
             raise _too_different(f"FSDPModule.{method}")
