@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+# Python compiles what is imported, which is a small part of what is installed.
+PIP    := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 NATIVE := $(wildcard native/*) CMakeLists.txt
 
 .PHONY: demo test nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
@@ -80,9 +81,9 @@ $(VENV)/.built: $(VENV)/.deps $(NATIVE)
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.built
+$(VENV)/.test: $(VENV)/.deps $(NATIVE)
 	$(PIP) --no-build-isolation -e ".[test]"
-	touch $@
+	touch $(VENV)/.built $@
 
 $(VENV)/.lint: $(VENV)/.deps
 	$(PIP) ruff mypy numpy typer rich

@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """One worker runs all modules that launch ranks, and begins with them: tests of a module share one launch, and
-    ranks, which have timeouts, do not compete with other ranks. All other tests go to whoever is free."""
+    ranks, which have timeouts, do not compete with other ranks. All other tests go to whoever is free; those that
+    differ in parameters alone go together, since handing out a test takes longer than many of them."""
     from xdist.scheduler import LoadScopeScheduling
 
     @functools.cache
@@ -54,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if launches(nodeid.partition("::")[0]) else nodeid
+            return "ranks" if launches(nodeid.partition("::")[0]) else nodeid.partition("[")[0]
 
     return RanksTogether(config, log)
 
