@@ -44,18 +44,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """One worker runs all modules that launch ranks, and begins with them: tests of a module share one launch, and
-    ranks, which have timeouts, do not compete with other ranks. All other tests go to whoever is free; those that
-    differ in parameters alone go together, since handing out a test takes longer than many of them."""
+    """One worker runs all modules that launch ranks, so that ranks, which have timeouts, do not compete with other
+    ranks. All other tests go to whoever is free, but those that share something stay together: a module with fixtures
+    of its own for all tests, and tests that differ in parameters alone, of which many are done sooner than handed out.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     @functools.cache
-    def launches(path: str) -> bool:
-        return "launch(" in (config.rootpath / path).read_text()
+    def text(path: str) -> str:
+        return (config.rootpath / path).read_text()
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if launches(nodeid.partition("::")[0]) else nodeid.partition("[")[0]
+            path = nodeid.partition("::")[0]
+            if "launch(" in text(path):
+                return "ranks"
+            return path if 'scope="module"' in text(path) else nodeid.partition("[")[0]
 
     return RanksTogether(config, log)
 
