@@ -269,7 +269,7 @@ def test_the_command_with_ray(tmp_path: Path) -> None:
     )
     out, error = process.communicate(timeout=400)
     assert process.returncode == 0 and not error, error
-    assert not left_of(process, seconds=3)
+    assert not left_of(process, seconds=30)  # on a busy machine some of Ray leaves late
     summary = json.loads((tmp_path / "figures.json").read_text())
     assert (summary["clients"], summary["per_round"], summary["alpha"], summary["seed"]) == (4, 4, None, 0)
     raw, co3 = summary["runs"]
