@@ -6,6 +6,7 @@
 #endif
 
 #include <cmath>
+#include <cstring>
 
 #include "kernels.h"
 #include "row_loops.h"
@@ -43,6 +44,7 @@ struct Use : Side {
     void* slot(size_t j) const { return static_cast<char*>(memory) + j * memory_bytes; }
     double norm(size_t j, float keep) const { return loops.norm(row(j), mean, slot(j), columns, keep, scale); }
     void join(size_t j, float keep) const { loops.join(row(j), mean, slot(j), columns, keep, scale); }
+    void empty(size_t j) const { std::memset(slot(j), 0, memory_bytes); }
     void take(size_t j, void* taken) const { loops.take(row(j), mean, slot(j), columns, gain, taken); }
 };
 
@@ -59,7 +61,11 @@ void join_rows(const Side (&sides)[2], size_t count, float keep, double* scores,
             const double of_a = a.norm(j, keep), of_b = b.norm(j, keep);
             const bool fits = of_a <= a.most && of_b <= b.most;
             scores[j] = fits ? of_a * of_b : NAN;
-            if (fits && a.remembers) {  // what is read again is in the cache
+            if (!fits || !a.remembers) continue;
+            if (of_a == 0 || of_b == 0) {  // no product to remember
+                a.empty(j);
+                b.empty(j);
+            } else {  // what is read again is in the cache
                 a.join(j, keep);
                 b.join(j, keep);
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -235,6 +236,39 @@ def test_converting_again_keeps_scaler_and_optimizer():
     convert(layer, 3)
     assert layer.scales.optimizer is optimizer and layer.scales.grad_scaler is scaler
     assert bits(layer.memory.inputs) == kept
+
+
+def test_layers_converted_apart_keep_what_is_theirs():
+    first, second = convert(nn.Linear(6, 5), 2), nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    convert(second, 2, optimizer=optimizer)
+    model = nn.Sequential(first, second, nn.Linear(4, 4))
+    model[:2](torch.randn(8, 6)).sum().backward()
+    kept = bits(second.memory.inputs)
+    convert(model, 3)
+    assert [layer.scales.optimizer for layer in model] == [None, optimizer, None]
+    assert bits(second.memory.inputs) == kept
+
+
+def test_an_optimizer_that_got_momentum_can_be_left_behind():
+    layer = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    convert(layer, 2, optimizer=optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(SpecError, match=r"gradwire\.backward\.revert\(model\) first"):
+        convert(layer, 2)
+    assert convert(revert(layer), 2).scales.optimizer is None
+
+
+def test_a_replaced_forward_stays_in_use():
+    layer = convert(nn.Linear(6, 5), 2)
+    own = layer.forward
+    layer.forward = functools.partial(own)
+    with pytest.raises(GradwireError, match="put its own back before it is reverted"):
+        revert(layer)
+    layer(torch.randn(8, 6)).sum().backward()
+    del layer.forward
+    assert type(revert(layer)) is nn.Linear
 
 
 def test_a_memory_in_other_units_is_dropped():

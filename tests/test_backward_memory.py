@@ -60,6 +60,37 @@ def test_a_layer_without_outputs_or_inputs():
         assert layer.weight.grad.shape == plain.weight.grad.shape and not layer.weight.grad.any()
 
 
+@pytest.mark.parametrize("policy", ["topk", "weightedk", "randk"])
+@pytest.mark.parametrize("centre", [True, False])
+def test_rows_without_a_gradient_do_not_pile_up(policy, centre):
+    """Padding: it has the same slots in every batch, until a batch comes that has none."""
+    layer = gradwire.backward.Linear(6, 5, bias=False, k=4, policy=policy, centre=centre)
+    for step in range(200):
+        x, d = rows(16, step)
+        x[12:], d[12:] = 1.0, 0.0
+        layer(x).backward(d)
+        assert not layer.memory.inputs[12:].any()
+    layer.zero_grad()
+    x, d = rows(16, 200)
+    forgotten = copy.deepcopy(layer)
+    forgotten.memory.inputs[12:], forgotten.memory.outputs[12:] = 0.0, 0.0
+    for each in (layer, forgotten):
+        torch.manual_seed(0)
+        each.zero_grad()
+        each(x).backward(d)
+    check_same(layer.weight.grad, forgotten.weight.grad)
+
+
+def test_padding_does_not_outgrow_half_precision():
+    layer = gradwire.backward.Linear(4, 1, bias=False, k=2, dtype=torch.float16)
+    x, d = torch.zeros(4, 4).half(), torch.tensor([[1.0], [1.0], [1.0], [0.0]]).half()
+    x[0], x[3] = 1.0, 200.0  # 218 times the last one is more than fp16 can hold
+    for _ in range(400):
+        layer.zero_grad()
+        layer(x).backward(d)
+        assert layer.weight.grad.isfinite().all()
+
+
 def test_accumulated_gradients():
     """Every backward pass takes from the memory and puts back; the products add up until the step."""
     layer, plain = gradwire.backward.Linear(6, 5, k=3), PlainRows(6, 5)

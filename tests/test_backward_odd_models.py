@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -69,6 +71,29 @@ def test_nested_and_meta_tensors_are_exact():
         each(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
     gradients(convert(mlp().to("meta"), 0.5), torch.randn(4, 6, device="meta"))
+
+
+def test_sparse_inputs_are_exact():
+    plain, layer, x = nn.Linear(6, 4), convert(nn.Linear(6, 4), 0.5), torch.eye(6).to_sparse()
+    layer.load_state_dict(plain.state_dict())
+    assert_same(gradients(layer, x), gradients(plain, x))
+
+
+@pytest.mark.usefixtures("alone")
+def test_layers_of_tensor_parallelism_are_exact():
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    models, x = [mlp(), convert(mlp(), 0.5)], torch.randn(8, 6)
+    for model in models:
+        parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+    exact, ours = ({name: g.full_tensor() for name, g in gradients(model, x).items()} for model in models)
+    assert_same(ours, exact)
+
+
+def test_gradients_lie_in_memory_as_their_weights():
+    """DistributedDataParallel warns of others."""
+    layer = convert(nn.Conv2d(8, 5, 1).to(memory_format=torch.channels_last), 0.5)
+    gradients(layer, torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last))
+    assert layer.weight.grad.stride() == layer.weight.stride() != nn.Conv2d(8, 5, 1).weight.stride()
 
 
 # ── weights that are computed ──

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -150,6 +151,18 @@ def test_autocast(dtype, inside):
     for layer in converted(some).values():
         assert layer.memory.inputs.dtype == layer.memory.outputs.dtype == torch.float32
         assert layer.memory.inputs.any()
+
+
+def test_autocast_of_the_function():
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((16, 8), (5, 8), (5,)))
+    found = []
+    for function in (nn.functional.linear, functools.partial(gradwire.backward.linear, k=1.0)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(x, weight, bias)
+        assert y.dtype == torch.bfloat16
+        found.append(torch.autograd.grad(y.float().square().sum(), (x, weight, bias)))
+    for plain, ours in zip(*found, strict=True):
+        check_same(ours, plain)
 
 
 def test_autocast_leaves_fp64_alone():

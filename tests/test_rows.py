@@ -140,6 +140,20 @@ def test_a_row_that_one_side_cannot_hold_changes_neither(at, bad):
             assert side.memory.unique(dim=1).flatten().tolist() == [2.0, 1.0, 2.0], name
 
 
+@pytest.mark.parametrize("memory", DTYPES)
+@pytest.mark.parametrize("at", [0, 1])
+def test_where_one_side_is_zero_nothing_is_remembered(at, memory):
+    for name in each_set():
+        sides = [Side(torch.ones(3, columns), torch.ones(3, columns, dtype=memory)) for columns in (20, 4)]
+        sides[at].rows[1], sides[at].memory[1] = 0.0, 0.0
+        expected = [copied(side) for side in sides]
+        for kernels_of in (cpu, reference):
+            own = sides if kernels_of is cpu else expected
+            assert (kernels_of.join_rows(*own, 1.0) == 0).tolist() == [False, True, False], name
+            for side in own:
+                assert side.memory.float().unique(dim=1).flatten().tolist() == [2.0, 0.0, 2.0], name
+
+
 @pytest.mark.parametrize("remembers", [False, True])
 def test_any_number_of_threads_gives_the_same_bits(remembers):
     """Large enough that seven threads are started, in blocks that do not come out even."""

@@ -108,6 +108,18 @@ def test_sides_of_different_dtypes(memory_dtypes):
     check_taken(both, torch.arange(1, 9, 2))
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("held", [16384, 16])
+def test_where_one_side_is_zero_nothing_is_remembered(at, held, monkeypatch):
+    monkeypatch.setattr(triton_rows, "HELD", held)
+    monkeypatch.setattr(triton_rows, "JOINED", min(held, triton_rows.JOINED))
+    both = sides(9, (33, 20), torch.bfloat16, torch.float32)
+    both[at].rows[3:5], both[at].memory[3:5] = 0.0, 0.0
+    scores, ours = check_joined(both)
+    assert (scores == 0).nonzero().flatten().tolist() == [3, 4]
+    assert not any(s.memory[3:5].any() for s in ours)
+
+
 @pytest.mark.parametrize("columns", [(130, 20), (10, 300), (9, 10)])
 @pytest.mark.parametrize("memory_dtype", MEMORIES)
 def test_rows_that_are_wider_than_registers(columns, memory_dtype, monkeypatch):

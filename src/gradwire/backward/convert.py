@@ -56,29 +56,29 @@ def convert(
     }
     RowMemory(decay or 1.0, memory_dtype)  # a SpecError now, not after some layers have changed
     found = _candidates(model)
-    old = next((layer.scales for _, layer in found if isinstance(layer, ChosenRows)), Scales())
-    scales = Scales(optimizer or old.optimizer, grad_scaler or old.grad_scaler)
-    same_form = (old.optimizer is None) == (scales.optimizer is None)  # otherwise remembered rows are in other units
     if not found:
         raise GradwireError(
             "the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert (subclasses are left "
-            "alone, and lazy layers until a batch has gone through them)"
+            "alone, so are layers whose forward was replaced, and lazy layers until a batch has gone through them)"
         )
     unused = sorted(p for p in choices if not any(_matches(names, p) for names, _ in found))
     if unused:
         near = ", ".join(names[0] or "the model itself" for names, _ in found[:8])
         raise SpecError(f"no layer has a name like {', '.join(map(repr, unused))}; there are: {near}")
     plan = [(layer, next((choices[p] for p in choices if _matches(names, p)), None)) for names, layer in found]
+    scales = _scales([layer for _, layer in found], optimizer, grad_scaler)
     _back([layer for layer, choice in plan if choice is None])
     for layer, choice in plan:
         if choice is None:
             continue
-        before = layer.memory if isinstance(layer, ChosenRows) else None
-        memory = RowMemory(decay, memory_dtype) if decay else None
-        if memory and before and same_form and before.inputs is not None and before.outputs is not None:
-            memory.load(before.inputs, before.outputs)
+        memory, own = RowMemory(decay, memory_dtype) if decay else None, scales[id(layer)]
+        if memory and isinstance(layer, ChosenRows) and layer.memory:
+            before, old = layer.memory, layer.scales
+            same_form = (old.optimizer is None) == (own.optimizer is None)  # otherwise rows are in other units
+            if same_form and before.inputs is not None and before.outputs is not None:
+                memory.load(before.inputs, before.outputs)
         layer.__class__ = CONVERTED.get(type(layer), type(layer))
-        layer.choose(choice, memory, scales)  # type: ignore[operator]
+        layer.choose(choice, memory, own)  # type: ignore[operator]
     return model
 
 
@@ -100,8 +100,30 @@ def forget(model: nn.Module) -> None:
             layer.memory.clear()
 
 
+def _scales(
+    layers: list[nn.Module], optimizer: torch.optim.Optimizer | None, grad_scaler: Scaler | None
+) -> dict[int, Scales]:
+    """By id of the layer. What is not given stays as it was; new layers get what the first converted one has."""
+    first = next((layer.scales for layer in layers if isinstance(layer, ChosenRows)), Scales())
+    made: dict[tuple[int, int], Scales] = {}  # layers share them, and with them what is known of the scaler
+    found = {}
+    for layer in layers:
+        old = layer.scales if isinstance(layer, ChosenRows) else first
+        given = optimizer or old.optimizer, grad_scaler or old.grad_scaler
+        key = id(given[0]), id(given[1])
+        if key not in made:
+            made[key] = Scales(*given)
+        found[id(layer)] = made[key]
+    return found
+
+
 def _back(layers: list[nn.Module]) -> None:
     for layer in layers:
+        if isinstance(layer, ChosenRows) and "forward" in vars(layer):
+            raise GradwireError(
+                "the forward of a converted layer was replaced: put its own back before it is reverted, or convert "
+                "with k=1.0 and decay=0, which is exact"
+            )
         if isinstance(layer, ChosenRows) and type(layer) not in PLAIN:
             raise GradwireError(
                 f"{type(layer).__name__} was made of a converted layer (by fully_shard, a parametrization or a class "

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .. import kernels
-from ..errors import GradwireError
+from ..errors import GradwireError, SpecError
 from .choice import Choice
 from .memory import RowMemory
 from .scales import Factors, Scales
@@ -125,6 +125,8 @@ class PointwiseFunction(torch.autograd.Function):
             rows, of_rows = _rows(seen), _rows(gradient)
             of_weight = weight_gradient(rows, of_rows, choice, memory, scales.factors(ctx.weight), of_bias)
             of_weight = of_weight.to(ctx.weight.dtype).reshape(ctx.weight.shape)
+            if ctx.weight.stride()[:2] == of_weight.stride()[:2]:  # the others are of dimensions of one entry
+                of_weight = of_weight.as_strided(ctx.weight.shape, ctx.weight.stride())  # channels_last: for DDP
         if of_bias is not None:
             of_bias = of_bias.to(ctx.bias_dtype)
         return of_input, of_weight, of_bias, None, None, None, None
@@ -158,7 +160,9 @@ def linear(
     centre: bool = True, memory: RowMemory | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`torch.nn.functional.linear`, with the gradient of `weight` from k rows: `memory` keeps the rest, if given."""
-    return LinearFunction.apply(x, weight, bias, Choice(k, policy, centre), memory, Scales())
+    if memory is not None and not isinstance(memory, RowMemory):
+        raise SpecError(f"memory must be a gradwire.backward.RowMemory or None, not {memory!r}")
+    return LinearFunction.apply(in_autocast(x), weight, bias, Choice(k, policy, centre), memory, Scales())
 
 
 def in_autocast(x: torch.Tensor) -> torch.Tensor:

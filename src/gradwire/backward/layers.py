@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -40,10 +41,14 @@ class ChosenRows(nn.Module):
         return self.memory.outputs if self.memory else None
 
     def _approximates(self, x: torch.Tensor) -> bool:
-        """Exact, as ever, in eval mode, for inputs that are no rows (nested, meta) and while a graph is recorded."""
+        """Exact, as ever, in eval mode, for inputs that are no rows (nested, sparse, meta, sharded by tensor
+        parallelism) and while a graph is recorded."""
         if not self.training or not torch.is_grad_enabled():
             return False
-        return not (x.is_nested or x.is_meta or torch.jit.is_tracing())
+        if x.is_nested or x.is_meta or x.layout != torch.strided or torch.jit.is_tracing():
+            return False
+        sharding = sys.modules.get("torch.distributed.tensor")  # not imported for this: it takes half a second
+        return sharding is None or not isinstance(x, sharding.DTensor)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -85,7 +90,8 @@ class ChosenRows(nn.Module):
         if shapes != [(*shapes[0][:1], size) for size in wanted]:
             errors.append(
                 f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs "
-                f"as many rows of {wanted[0]} as rows of {wanted[1]}"
+                f"as many rows of {wanted[0]} as rows of {wanted[1]}: take {own[0]} and {own[1]} out of the state, "
+                "which empties the memory"
             )
         elif not all(memory.is_floating_point() and memory.isfinite().all() for memory in found):
             errors.append(

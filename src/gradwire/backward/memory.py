@@ -16,9 +16,10 @@ class RowMemory:
     """
 
     def __init__(self, decay: float = 1.0, dtype: torch.dtype | None = None) -> None:
-        if not 0 < decay <= 1:
+        if not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise SpecError(
-                f"decay={decay}: a memory keeps a share above 0 and at most 1; for none, leave the memory out"
+                f"decay={decay!r}: a memory keeps a share above 0 and at most 1; for no memory, give layers decay=0, "
+                "and gradwire.backward.linear no memory="
             )
         if dtype not in (None, *DTYPES):
             raise SpecError(f"memory_dtype={dtype}: give torch.float32, torch.bfloat16 or torch.float64")

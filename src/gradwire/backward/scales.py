@@ -51,8 +51,8 @@ class Scales:
     def _refusal(self) -> SpecError:
         return SpecError(
             f"optimizer={type(self.optimizer).__name__}: the paper's form folds the learning rate into what is "
-            "remembered, which is right for torch.optim.SGD without momentum alone; leave optimizer= out: the "
-            "other form works with every optimizer"
+            "remembered, which is right for torch.optim.SGD without momentum alone; leave optimizer= out (if it was "
+            "given before, call gradwire.backward.revert(model) first): the other form works with every optimizer"
         )
 
     def __deepcopy__(self, memo: object) -> Scales:
@@ -79,8 +79,9 @@ class Scales:
                 return float(group["lr"])
         raise GradwireError(
             "a converted layer's weight is not in the optimizer that was given to gradwire.backward.convert: build the "
-            "optimizer from the parameters of that model (convert a copy again with its own), or leave optimizer= out "
-            "(FSDP2, whose optimizers have shards of weights, needs that)"
+            "optimizer from the parameters of that model (convert a copy again with its own), or revert and leave "
+            "optimizer= out, as FSDP2 needs it, whose optimizers have shards, and weights that are computed (pruning, "
+            "weight norm)"
         )
 
     def _scale(self) -> float:

@@ -128,14 +128,15 @@ def _norm(rows, mean, memory, row, inside, first, keep, scale, COLUMNS: tl.const
 
 
 @triton.jit
-def _remember(rows, mean, memory, row, fits, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _remember(rows, mean, memory, row, fits, empty, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     if memory is not None:
         at = row[:, None] * COLUMNS + tl.arange(0, BLOCK)[None, :]
         here = fits[:, None] & (tl.arange(0, BLOCK) < COLUMNS)[None, :]
-        tl.store(memory + at, first.to(memory.dtype.element_ty), mask=here)
+        tl.store(memory + at, tl.where(empty[:, None], 0.0, first).to(memory.dtype.element_ty), mask=here)
         for start in range(BLOCK, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            joined = _joined(rows, mean, memory, row, fits, column, keep, scale, COLUMNS).to(memory.dtype.element_ty)
+            joined = _joined(rows, mean, memory, row, fits, column, keep, scale, COLUMNS)
+            joined = tl.where(empty[:, None], 0.0, joined).to(memory.dtype.element_ty)
             here = fits[:, None] & (column < COLUMNS)[None, :]
             tl.store(memory + (row[:, None] * COLUMNS + column[None, :]), joined, mask=here)
 
@@ -153,9 +154,10 @@ def _join(
     x_norm = _norm(x, x_mean, x_memory, row, inside, x_first, keep, x_scale, X, X_BLOCK)
     d_norm = _norm(d, d_mean, d_memory, row, inside, d_first, keep, d_scale, D, D_BLOCK)
     fits = (x_norm <= x_most) & (d_norm <= d_most)  # not for NaN
+    empty = (x_norm == 0) | (d_norm == 0)
     tl.store(scores + row, tl.where(fits, x_norm * d_norm, float("nan")), mask=inside)
-    _remember(x, x_mean, x_memory, row, inside & fits, x_first, keep, x_scale, X, X_BLOCK)
-    _remember(d, d_mean, d_memory, row, inside & fits, d_first, keep, d_scale, D, D_BLOCK)
+    _remember(x, x_mean, x_memory, row, inside & fits, empty, x_first, keep, x_scale, X, X_BLOCK)
+    _remember(d, d_mean, d_memory, row, inside & fits, empty, d_first, keep, d_scale, D, D_BLOCK)
 
 
 @triton.jit

@@ -31,13 +31,17 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     """memory ← keep·memory + scale·(rows − mean) on both sides; the norms of their outer products, in fp64.
 
     A row with a norm above `most` on either side, or none at all (NaN), has the score NaN and changes no memory.
+    Where one side is zero there is no product to remember, and the memory of the other is emptied: rows without a
+    gradient (padding) would otherwise pile up in their slot, and be multiplied with the first gradient that comes.
     """
     joined = [_joined(side, keep) for side in (inputs, outputs)]
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in joined]
     fits = (norms[0] <= inputs.most) & (norms[1] <= outputs.most)
+    empty = (norms[0] == 0) | (norms[1] == 0)
     for side, rows in zip((inputs, outputs), joined, strict=True):
         if side.memory is not None:
-            side.memory.copy_(torch.where(fits[:, None], rows, side.memory))
+            kept = torch.where(empty[:, None], 0.0, rows)
+            side.memory.copy_(torch.where(fits[:, None], kept, side.memory))
     return torch.where(fits, norms[0] * norms[1], torch.nan)
 
 
