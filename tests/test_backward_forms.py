@@ -112,7 +112,7 @@ def test_half_precision_and_small_rates(rate):
 def test_other_optimizers_are_refused_and_work_without(make):
     layer = nn.Linear(6, 5)
     optimizer = make(layer.parameters())
-    with pytest.raises(SpecError, match="leave optimizer= out .*: the other form works with every optimizer"):
+    with pytest.raises(SpecError, match=r"leave optimizer= out .*: the other form works with every optimizer"):
         convert(layer, 3, optimizer=optimizer)
     assert type(layer) is nn.Linear
     convert(layer, 3)
