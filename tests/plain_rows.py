@@ -26,7 +26,8 @@ class PlainRows:
     ) -> Array:
         """out × in, of the `count` rows with the largest norms, or of those that were chosen elsewhere."""
         rows, of_rows = x.double().numpy(), d.double().numpy()
-        mean = rows.mean(0) if self.centre and len(rows) else np.zeros(rows.shape[1])
+        counts = np.abs(of_rows).sum(1) > 0
+        mean = rows[counts].mean(0) if self.centre and counts.any() else np.zeros(rows.shape[1])
         rows = rows - mean
         self.a, self.b = _at_least(self.a, len(rows)), _at_least(self.b, len(rows))
         a = self.a[: len(rows)] + math.sqrt(rate) * rows

@@ -18,6 +18,7 @@ from torch import nn
 import gradwire
 from gradwire.backward import POLICIES, RowMemory
 from gradwire.backward.choice import Choice
+from gradwire.backward.function import mean_input
 from helpers import bits, check_same
 from plain_rows import PlainRows, close
 
@@ -206,7 +207,7 @@ def test_what_is_chosen_and_what_is_remembered_is_what_came_in(
             continue
         keep = np.sqrt(decay)
         sums = []
-        mean = batch[0].mean(0) if centre and size else torch.zeros(3, dtype=rows)
+        mean = mean_input(*batch) if centre and size else torch.zeros(3, dtype=rows)
         for i, incoming in enumerate(batch):
             longer = torch.zeros(max(0, size - len(expected[i])), incoming.shape[1], dtype=stored)
             expected[i] = torch.cat([expected[i], longer])
@@ -224,6 +225,20 @@ def test_what_is_chosen_and_what_is_remembered_is_what_came_in(
         products = of_mean + taken[1].double().t() @ taken[0].double()
         close(layer.weight.grad, products.numpy(), 12 * torch.finfo(rows).eps)
         assert int(left.sum()) <= size - layer.choice.count(size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_mean_is_of_rows_that_have_a_gradient(dtype):
+    torch.manual_seed(0)
+    x, d = (torch.randn(3000, 5) + 100).to(dtype), torch.randn(3000, 4).to(dtype)
+    d[1000:] = 0
+    d[:, 0] = 0
+    x[1000:] = 60000.0 if dtype == torch.float16 else 1e30
+    expected = x[:1000].double().mean(0)
+    roundings = 1000 if dtype in (torch.float64, torch.float32) else 2  # of a sum; half types are summed in fp32
+    torch.testing.assert_close(mean_input(x, d).double(), expected, rtol=roundings * torch.finfo(dtype).eps, atol=0)
+    assert not mean_input(x, torch.zeros_like(d)).any()
+    assert mean_input(x[:0], d[:0]).tolist() == [0] * 5
 
 
 # ── the choice ────────────────────────────────────────────────────────────────────────────────────

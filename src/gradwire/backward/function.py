@@ -9,8 +9,8 @@ With inputs X, output gradients D and the memories mX, mD of earlier batches, ro
 
 Gradients of bias and input are exact.
 
-Not in the paper: the mean row x̄ of X goes through exactly, as one more outer product, (ΣD_j)ᵀx̄, and the rest is done
-for X − x̄. What inputs have in common would otherwise add up in the memory, and cross terms between rows of a slot,
+Not in the paper: the mean x̄ of the rows of X goes through exactly, as one more outer product, (ΣD_j)ᵀx̄, and the rest is
+done for X − x̄. What inputs have in common would otherwise add up in the memory, and cross terms between rows of a slot,
 which cancel out for inputs around zero, would be steps along x̄ that are M/K times too long.
 """
 
@@ -45,7 +45,7 @@ def weight_gradient(
         return outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     if count == rows and (memory is None or memory.inputs is None):  # nothing is or will be remembered
         return outputs.t() @ inputs
-    mean = inputs.mean(0) if choice.centre else None
+    mean = mean_input(inputs, outputs) if choice.centre else None
     if memory is None:
         keep, a, b = 1.0, _side(inputs, mean), _side(outputs)
     else:
@@ -58,6 +58,15 @@ def weight_gradient(
         of_inputs[-1] = mean
         of_outputs[-1] = outputs.sum(0) if sums is None else sums
     return of_outputs.t() @ of_inputs
+
+
+def mean_input(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Of the inputs that have a gradient. Padding has none: with it, the others would keep a mean that they share."""
+    counts = torch.linalg.vector_norm(outputs, dim=1) > 0
+    weights = counts.to(inputs.dtype) * 2.0 ** -len(inputs).bit_length()  # exact, and sums stay in the range of fp16
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    total = weights.sum(dtype=wide)
+    return ((weights @ inputs).to(wide) / torch.where(total > 0, total, 1.0)).to(inputs.dtype)
 
 
 def _side(
