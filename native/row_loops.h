@@ -145,6 +145,14 @@ void join_into(const void* row, const void* mean, void* memory, size_t columns, 
     }
 }
 
+template <class Row, class Mean>
+bool is_zero(const void* row, const void* mean, size_t columns) {
+    const Joined<Row, Mean, void> joined(row, mean, nullptr, 0, 0);
+    for (size_t i = 0; i < columns; i++)  // of most rows, one is enough
+        if (joined.template centred<Of1>(i)[0] != 0) return false;
+    return true;
+}
+
 template <class V, class Row, class Mean, class Memory>
 void take_from(const void* row, const void* mean, void* memory, size_t columns, float gain, void* taken) {
     if (!columns) return;
@@ -167,7 +175,7 @@ void take_from(const void* row, const void* mean, void* memory, size_t columns, 
 
 // V for sums in doubles, W, of as many floats as a register has, for the rest.
 template <class V, class W, class Row, class Mean, class Memory>
-constexpr RowLoops row_loops{norm_of<V, Row, Mean, Memory>, join_into<W, Row, Mean, Memory>,
+constexpr RowLoops row_loops{norm_of<V, Row, Mean, Memory>, join_into<W, Row, Mean, Memory>, is_zero<Row, Mean>,
                              take_from<W, Row, Mean, Memory>};
 
 template <class V, class W>

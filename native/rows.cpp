@@ -6,7 +6,6 @@
 #endif
 
 #include <cmath>
-#include <cstring>
 
 #include "kernels.h"
 #include "row_loops.h"
@@ -42,9 +41,9 @@ struct Use : Side {
 
     const void* row(size_t j) const { return static_cast<const char*>(rows) + j * row_bytes; }
     void* slot(size_t j) const { return static_cast<char*>(memory) + j * memory_bytes; }
-    double norm(size_t j, float keep) const { return loops.norm(row(j), mean, slot(j), columns, keep, scale); }
-    void join(size_t j, float keep) const { loops.join(row(j), mean, slot(j), columns, keep, scale); }
-    void empty(size_t j) const { std::memset(slot(j), 0, memory_bytes); }
+    bool is_zero(size_t j) const { return loops.is_zero(row(j), mean, columns); }
+    double norm(size_t j, float keep, float of) const { return loops.norm(row(j), mean, slot(j), columns, keep, of); }
+    void join(size_t j, float keep, float of) const { loops.join(row(j), mean, slot(j), columns, keep, of); }
     void take(size_t j, void* taken) const { loops.take(row(j), mean, slot(j), columns, gain, taken); }
 };
 
@@ -58,16 +57,14 @@ void join_rows(const Side (&sides)[2], size_t count, float keep, double* scores,
     const Use a(sides[0]), b(sides[1]);
     in_blocks(count, bytes_of_row(a, b), threads, [&](size_t first, size_t last) {
         for (size_t j = first; j < last; j++) {
-            const double of_a = a.norm(j, keep), of_b = b.norm(j, keep);
+            const float brings = !a.is_zero(j) && !b.is_zero(j);
+            const float scale_a = brings * a.scale, scale_b = brings * b.scale;
+            const double of_a = a.norm(j, keep, scale_a), of_b = b.norm(j, keep, scale_b);
             const bool fits = of_a <= a.most && of_b <= b.most;
             scores[j] = fits ? of_a * of_b : NAN;
-            if (!fits || !a.remembers) continue;
-            if (of_a == 0 || of_b == 0) {  // no product to remember
-                a.empty(j);
-                b.empty(j);
-            } else {  // what is read again is in the cache
-                a.join(j, keep);
-                b.join(j, keep);
+            if (fits && a.remembers) {  // what is read again is in the cache
+                a.join(j, keep, scale_a);
+                b.join(j, keep, scale_b);
             }
         }
     });

@@ -34,6 +34,7 @@ struct Side {
 struct RowLoops {
     double (*norm)(const void* row, const void* mean, const void* memory, size_t columns, float keep, float scale);
     void (*join)(const void* row, const void* mean, void* memory, size_t columns, float keep, float scale);
+    bool (*is_zero)(const void* row, const void* mean, size_t columns);  // less the mean
     // From the memory, where zero takes its place, or else the row less the mean.
     void (*take)(const void* row, const void* mean, void* memory, size_t columns, float gain, void* taken);
 };

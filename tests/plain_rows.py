@@ -30,8 +30,9 @@ class PlainRows:
         mean = rows[counts].mean(0) if self.centre and counts.any() else np.zeros(rows.shape[1])
         rows = rows - mean
         self.a, self.b = _at_least(self.a, len(rows)), _at_least(self.b, len(rows))
-        a = self.a[: len(rows)] + math.sqrt(rate) * rows
-        b = self.b[: len(rows)] + math.sqrt(rate) * of_rows
+        brings = ((rows != 0).any(1) & counts)[:, None]  # not the paper's: a row without a product enters neither side
+        a = self.a[: len(rows)] + math.sqrt(rate) * rows * brings
+        b = self.b[: len(rows)] + math.sqrt(rate) * of_rows * brings
         if chosen is None:
             scores = [float(np.linalg.norm(p) * np.linalg.norm(q)) for p, q in zip(a, b, strict=True)]
             chosen = sorted(range(len(rows)), key=lambda j: -scores[j])[:count]

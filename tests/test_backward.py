@@ -208,10 +208,12 @@ def test_what_is_chosen_and_what_is_remembered_is_what_came_in(
         keep = np.sqrt(decay)
         sums = []
         mean = mean_input(*batch) if centre and size else torch.zeros(3, dtype=rows)
+        centred = batch[0].to(wide) - mean.to(wide)
+        brings = (centred != 0).any(1) & (batch[1] != 0).any(1)
         for i, incoming in enumerate(batch):
             longer = torch.zeros(max(0, size - len(expected[i])), incoming.shape[1], dtype=stored)
             expected[i] = torch.cat([expected[i], longer])
-            entered = incoming.to(wide) if i else incoming.to(wide) - mean.to(wide)
+            entered = (incoming.to(wide) if i else centred) * brings[:, None]
             sums.append((expected[i][:size].to(wide) * keep + entered).to(stored).to(wide))
         zero = [(m[:size] == 0).all(1) for m in memories]
         left = ~(zero[0] & zero[1])

@@ -81,6 +81,34 @@ def test_rows_without_a_gradient_do_not_pile_up(policy, centre):
     check_same(layer.weight.grad, forgotten.weight.grad)
 
 
+@pytest.mark.parametrize("centre", [True, False])
+def test_padding_is_as_if_it_were_not_there(centre):
+    padded = gradwire.backward.Linear(6, 5, bias=False, k=2, centre=centre)
+    alone = copy.deepcopy(padded)
+    for step in range(20):
+        x, d = rows(8, step)
+        x[5:], d[5:] = 3.0, 0.0
+        for layer, count in ((padded, 8), (alone, 5)):
+            layer.zero_grad()
+            layer(x[:count]).backward(d[:count])
+        close(padded.memory.inputs[:5], alone.memory.inputs.double().numpy())
+        close(padded.weight.grad, alone.weight.grad.double().numpy())
+
+
+def test_padding_leaves_what_a_slot_holds_as_it_was():
+    """It is of other rows in every batch."""
+    layer, plain = gradwire.backward.Linear(6, 5, bias=False, k=2, decay=0.9), PlainRows(6, 5, 0.9)
+    for step in range(20):
+        x, d = rows(8, step)
+        away = torch.arange(8) % 4 == step % 4
+        x[away], d[away] = 3.0, 0.0
+        layer.zero_grad()
+        layer(x).backward(d)
+        close(layer.weight.grad, plain.gradient(x, d, 2))
+        for ours, theirs in zip((layer.memory.inputs, layer.memory.outputs), plain.left(), strict=True):
+            close(ours, theirs)
+
+
 def test_padding_does_not_outgrow_half_precision():
     layer = gradwire.backward.Linear(4, 1, bias=False, k=2, dtype=torch.float16)
     x, d = torch.zeros(4, 4).half(), torch.tensor([[1.0], [1.0], [1.0], [0.0]]).half()

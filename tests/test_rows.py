@@ -142,16 +142,17 @@ def test_a_row_that_one_side_cannot_hold_changes_neither(at, bad):
 
 @pytest.mark.parametrize("memory", DTYPES)
 @pytest.mark.parametrize("at", [0, 1])
-def test_where_one_side_is_zero_nothing_is_remembered(at, memory):
-    for name in each_set():
-        sides = [Side(torch.ones(3, columns), torch.ones(3, columns, dtype=memory)) for columns in (20, 4)]
-        sides[at].rows[1], sides[at].memory[1] = 0.0, 0.0
-        expected = [copied(side) for side in sides]
-        for kernels_of in (cpu, reference):
-            own = sides if kernels_of is cpu else expected
-            assert (kernels_of.join_rows(*own, 1.0) == 0).tolist() == [False, True, False], name
-            for side in own:
-                assert side.memory.float().unique(dim=1).flatten().tolist() == [2.0, 0.0, 2.0], name
+def test_a_row_that_is_zero_on_one_side_brings_nothing(at, memory):
+    for name in [*each_set(), "reference"]:
+        sides = [Side(torch.ones(4, columns), torch.ones(4, columns, dtype=memory)) for columns in (20, 4)]
+        sides[at].rows[1:3] = 0.0
+        sides[at] = sides[at]._replace(rows=sides[at].rows + 3.0, mean=torch.full_like(sides[at].rows[0], 3.0))
+        sides[1 - at].rows[2, 3] = torch.nan
+        join = reference.join_rows if name == "reference" else cpu.join_rows
+        scores = join(*sides, 0.5)
+        assert scores.isnan().tolist() == [False, False, True, False], name
+        for side in sides:
+            assert side.memory.float().unique(dim=1).flatten().tolist() == [1.5, 0.5, 1.0, 1.5], name
 
 
 @pytest.mark.parametrize("remembers", [False, True])

@@ -110,14 +110,16 @@ def test_sides_of_different_dtypes(memory_dtypes):
 
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("held", [16384, 16])
-def test_where_one_side_is_zero_nothing_is_remembered(at, held, monkeypatch):
+def test_a_row_that_is_zero_on_one_side_brings_nothing(at, held, monkeypatch):
     monkeypatch.setattr(triton_rows, "HELD", held)
     monkeypatch.setattr(triton_rows, "JOINED", min(held, triton_rows.JOINED))
     both = sides(9, (33, 20), torch.bfloat16, torch.float32)
-    both[at].rows[3:5], both[at].memory[3:5] = 0.0, 0.0
-    scores, ours = check_joined(both)
-    assert (scores == 0).nonzero().flatten().tolist() == [3, 4]
-    assert not any(s.memory[3:5].any() for s in ours)
+    both[at].rows[3:5] = 0.0
+    both[1 - at].rows[4, 17] = torch.nan
+    scores, ours = check_joined(both, keep=1.0)
+    assert scores.isnan().nonzero().flatten().tolist() == [4]
+    for before, after in zip(both, ours, strict=True):
+        assert torch.equal(after.memory[3:5], before.memory[3:5])
 
 
 @pytest.mark.parametrize("columns", [(130, 20), (10, 300), (9, 10)])

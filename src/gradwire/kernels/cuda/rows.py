@@ -107,10 +107,23 @@ def _centred(rows, mean, at, here, column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _is_zero(rows, mean, row, inside, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each row, less the mean."""
+    found = tl.zeros(row.shape, tl.int32)
+    for start in range(0, COLUMNS, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        here = inside[:, None] & (column < COLUMNS)[None, :]
+        value = _centred(rows, mean, row[:, None] * COLUMNS + column[None, :], here, column, COLUMNS)
+        found += tl.sum((here & (value != 0)).to(tl.int32), 1)
+    return found == 0
+
+
+@triton.jit
 def _joined(rows, mean, memory, row, inside, column, keep, scale, COLUMNS: tl.constexpr):
+    """`scale` is that of each row."""
     at = row[:, None] * COLUMNS + column[None, :]
     here = inside[:, None] & (column < COLUMNS)[None, :]
-    joined = _centred(rows, mean, at, here, column, COLUMNS) * scale
+    joined = _centred(rows, mean, at, here, column, COLUMNS) * scale[:, None]
     if memory is not None:
         joined = tl.load(memory + at, mask=here, other=0).to(tl.float32) * keep + joined
     return joined
@@ -128,15 +141,14 @@ def _norm(rows, mean, memory, row, inside, first, keep, scale, COLUMNS: tl.const
 
 
 @triton.jit
-def _remember(rows, mean, memory, row, fits, empty, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _remember(rows, mean, memory, row, fits, first, keep, scale, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     if memory is not None:
         at = row[:, None] * COLUMNS + tl.arange(0, BLOCK)[None, :]
         here = fits[:, None] & (tl.arange(0, BLOCK) < COLUMNS)[None, :]
-        tl.store(memory + at, tl.where(empty[:, None], 0.0, first).to(memory.dtype.element_ty), mask=here)
+        tl.store(memory + at, first.to(memory.dtype.element_ty), mask=here)
         for start in range(BLOCK, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            joined = _joined(rows, mean, memory, row, fits, column, keep, scale, COLUMNS)
-            joined = tl.where(empty[:, None], 0.0, joined).to(memory.dtype.element_ty)
+            joined = _joined(rows, mean, memory, row, fits, column, keep, scale, COLUMNS).to(memory.dtype.element_ty)
             here = fits[:, None] & (column < COLUMNS)[None, :]
             tl.store(memory + (row[:, None] * COLUMNS + column[None, :]), joined, mask=here)
 
@@ -149,15 +161,16 @@ def _join(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    x_first = _joined(x, x_mean, x_memory, row, inside, tl.arange(0, X_BLOCK), keep, x_scale, X)
-    d_first = _joined(d, d_mean, d_memory, row, inside, tl.arange(0, D_BLOCK), keep, d_scale, D)
-    x_norm = _norm(x, x_mean, x_memory, row, inside, x_first, keep, x_scale, X, X_BLOCK)
-    d_norm = _norm(d, d_mean, d_memory, row, inside, d_first, keep, d_scale, D, D_BLOCK)
+    idle = _is_zero(x, x_mean, row, inside, X, X_BLOCK) | _is_zero(d, d_mean, row, inside, D, D_BLOCK)
+    x_scales, d_scales = tl.where(idle, 0.0, x_scale), tl.where(idle, 0.0, d_scale)
+    x_first = _joined(x, x_mean, x_memory, row, inside, tl.arange(0, X_BLOCK), keep, x_scales, X)
+    d_first = _joined(d, d_mean, d_memory, row, inside, tl.arange(0, D_BLOCK), keep, d_scales, D)
+    x_norm = _norm(x, x_mean, x_memory, row, inside, x_first, keep, x_scales, X, X_BLOCK)
+    d_norm = _norm(d, d_mean, d_memory, row, inside, d_first, keep, d_scales, D, D_BLOCK)
     fits = (x_norm <= x_most) & (d_norm <= d_most)  # not for NaN
-    empty = (x_norm == 0) | (d_norm == 0)
     tl.store(scores + row, tl.where(fits, x_norm * d_norm, float("nan")), mask=inside)
-    _remember(x, x_mean, x_memory, row, inside & fits, empty, x_first, keep, x_scale, X, X_BLOCK)
-    _remember(d, d_mean, d_memory, row, inside & fits, empty, d_first, keep, d_scale, D, D_BLOCK)
+    _remember(x, x_mean, x_memory, row, inside & fits, x_first, keep, x_scales, X, X_BLOCK)
+    _remember(d, d_mean, d_memory, row, inside & fits, d_first, keep, d_scales, D, D_BLOCK)
 
 
 @triton.jit

@@ -31,17 +31,17 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     """memory ← keep·memory + scale·(rows − mean) on both sides; the norms of their outer products, in fp64.
 
     A row with a norm above `most` on either side, or none at all (NaN), has the score NaN and changes no memory.
-    Where one side is zero there is no product to remember, and the memory of the other is emptied: rows without a
-    gradient (padding) would otherwise pile up in their slot, and be multiplied with the first gradient that comes.
+    A row that is zero on one side has no product and brings nothing to the other: inputs without a gradient (padding)
+    would otherwise be multiplied with the gradients of other rows.
     """
-    joined = [_joined(side, keep) for side in (inputs, outputs)]
+    own = [_centred(side, side.rows) for side in (inputs, outputs)]
+    brings = (own[0] != 0).any(1) & (own[1] != 0).any(1)
+    joined = [_joined(side, rows, brings, keep) for side, rows in zip((inputs, outputs), own, strict=True)]
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in joined]
     fits = (norms[0] <= inputs.most) & (norms[1] <= outputs.most)
-    empty = (norms[0] == 0) | (norms[1] == 0)
     for side, rows in zip((inputs, outputs), joined, strict=True):
         if side.memory is not None:
-            kept = torch.where(empty[:, None], 0.0, rows)
-            side.memory.copy_(torch.where(fits[:, None], kept, side.memory))
+            side.memory.copy_(torch.where(fits[:, None], rows, side.memory))
     return torch.where(fits, norms[0] * norms[1], torch.nan)
 
 
@@ -66,9 +66,9 @@ def take_rows(
     return taken[0], taken[1]
 
 
-def _joined(side: Side, keep: float) -> torch.Tensor:
+def _joined(side: Side, own: torch.Tensor, brings: torch.Tensor, keep: float) -> torch.Tensor:
     """In the wider of fp32 and the dtype of the rows, whatever the memory is stored in."""
-    rows = _centred(side, side.rows) * side.scale
+    rows = own * (brings.to(own.dtype) * side.scale)[:, None]  # times zero, so that a NaN is one still
     return rows if side.memory is None else side.memory.to(rows.dtype) * keep + rows
 
 
