@@ -98,15 +98,16 @@ extern const Kernels avx2_kernels, avx512_kernels;
 #endif
 
 const Kernels& kernels();                // the ones in use
-// Of portable_x, avx2_x and avx512_x the one that goes with them; elsewhere than on x86 there is only the first.
+bool use_kernels(const char* name);      // false if this machine lacks them
+const char* const* available_kernels();  // null-terminated, best last
+
+// Of portable_x, avx2_x and avx512_x the one that goes with kernels(); elsewhere than on x86 there is only the first.
 #ifdef GRADWIRE_X86
 #define GRADWIRE_IN_USE(x) \
     (&kernels() == &avx512_kernels ? avx512_##x : &kernels() == &avx2_kernels ? avx2_##x : portable_##x)
 #else
 #define GRADWIRE_IN_USE(x) portable_##x
 #endif
-bool use_kernels(const char* name);      // false if this machine lacks them
-const char* const* available_kernels();  // null-terminated, best last
 
 uint32_t crc32(const uint8_t* data, size_t n, uint32_t value);
 

@@ -326,7 +326,7 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
     }
 }
 
-#define GRADWIRE_LEVEL_KERNELS(assign, spread)                                               \
+#define GRADWIRE_LEVEL_KERNELS(assign, spread)                                                           \
     {stats_loop,    assign,          spread,              load_loop,    extremes_loop, sum_between_loop, \
      count_to_loop, largest_to_loop, smallest_above_loop, cheapest_loop}
 

@@ -9,9 +9,11 @@ With inputs X, output gradients D and the memories mX, mD of earlier batches, ro
 
 Gradients of bias and input are exact.
 
-Not in the paper: the mean x̄ of the rows of X goes through exactly, as one more outer product, (ΣD_j)ᵀx̄, and the rest is
-done for X − x̄. What inputs have in common would otherwise add up in the memory, and cross terms between rows of a slot,
-which cancel out for inputs around zero, would be steps along x̄ that are M/K times too long.
+Not in the paper:
+- The mean x̄ of the inputs that have a gradient goes through exactly, as one more outer product, (ΣD_j)ᵀx̄, and the rest
+  is done for X − x̄. What inputs have in common would otherwise add up in the memory, and cross terms between rows of a
+  slot, which cancel out for inputs around zero, would be steps along x̄ that are M/K times too long.
+- A row that is zero on one side, such as padding, enters neither: it has no product, but would make cross terms, too.
 """
 
 from __future__ import annotations

@@ -87,16 +87,16 @@ class ChosenRows(nn.Module):
             return self.memory.clear()
         shapes = [tuple(memory.shape) for memory in found]
         wanted = self.weight.shape[1], self.weight.shape[0]
+        way_out = f"take {own[0]} and {own[1]} out of the state, which empties the memory"
         if shapes != [(*shapes[0][:1], size) for size in wanted]:
             errors.append(
                 f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs "
-                f"as many rows of {wanted[0]} as rows of {wanted[1]}: take {own[0]} and {own[1]} out of the state, "
-                "which empties the memory"
+                f"as many rows of {wanted[0]} as rows of {wanted[1]}: {way_out}"
             )
         elif not all(memory.is_floating_point() and memory.isfinite().all() for memory in found):
             errors.append(
                 f"{prefix}weight: its row memory has entries that are not finite numbers, and every gradient would be "
-                f"NaN: take {own[0]} and {own[1]} out of the state, which empties the memory"
+                f"NaN: {way_out}"
             )
         else:
             self.memory.load(*(memory.to(self.weight.device) for memory in found))
