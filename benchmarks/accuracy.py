@@ -25,13 +25,13 @@ from torch.nn import functional
 
 import gradwire
 from gradwire import tasks
-from gradwire.aggregate.all_gather import AllGather
-from gradwire.aggregate.reducer import Reducer
-from gradwire.tasks import order
+from gradwire.aggregate.exchanges.reducer import Reducer
+from gradwire.aggregate.transport.all_gather import AllGather
+from gradwire.engine.tuner import Tuner
+from gradwire.tasks import example_order
 from gradwire.tasks.base import EVALUATION_BATCH, Task, loss_of
 from gradwire.tasks.images import ImageTask, LabelledImages
 from gradwire.tasks.training import learning_rate_factor
-from gradwire.tuning import Tuner
 from simulated import Meeting, ThreadLink, WholeModel, decode_once, run_workers
 
 WORKERS = 4
@@ -167,9 +167,9 @@ class Worker:
             while step < last:
                 epoch, within = divmod(step, per_epoch)
                 if within == 0:
-                    shuffled = order.epoch_order(self.task.train_size, self.options.seed, epoch)
-                indices = order.batch_indices(shuffled, within, self.rank, WORKERS, self.batch)
-                generator = order.augmentation_generator(self.options.seed, epoch, within, self.rank)
+                    shuffled = example_order.epoch_order(self.task.train_size, self.options.seed, epoch)
+                indices = example_order.batch_indices(shuffled, within, self.rank, WORKERS, self.batch)
+                generator = example_order.augmentation_generator(self.options.seed, epoch, within, self.rank)
                 batch = self.task.train_batch(indices.to(self.data_device), generator)
                 self._step(*batch, learning_rate_factor(step, last, self.options.lr_warmup))
                 step += 1
@@ -236,7 +236,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     def work(rank: int, meeting: Meeting) -> dict[str, Any]:
         worker = Worker(options, task, rank, meeting)
         result = worker.train()
-        digest = gradwire.checkpoint.digest(worker.model)
+        digest = gradwire.checkpoints.run_file.digest(worker.model)
         return {**result, "digest": digest, "figures": worker.evaluate() if rank == 0 else {}}
 
     results = run_workers(WORKERS, work)
@@ -343,7 +343,7 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     import threading
 
-    import gradwire.checkpoint
+    import gradwire.checkpoints.run_file
 
     meeting_lock = threading.Lock()
     arguments = parse()

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.aggregate.in_network import InNetwork
-from gradwire.aggregator.packets import WORDS
-from gradwire.aggregator.serve import Server
-from gradwire.aggregator.userspace import Userspace
+from gradwire.aggregate.sums.aggregator_client import InNetwork
+from gradwire.aggregator.packet.packet_format import WORDS
+from gradwire.aggregator.server import Server
+from gradwire.aggregator.userspace_engine import Userspace
 from hosts import Hosts, Loopback, run
 
 KEY, JOB = os.urandom(16), os.urandom(16)

@@ -32,9 +32,9 @@ from backward_clock import PARTS, Clock, Task
 from backward_report import progress, show
 from gradwire import kernels
 from gradwire.backward import POLICIES, RowMemory
-from gradwire.backward.choice import Choice
-from gradwire.backward.function import weight_gradient
-from gradwire.backward.scales import Factors
+from gradwire.backward.autograd import weight_gradient
+from gradwire.backward.row_choice import Choice
+from gradwire.backward.row_scales import Factors
 from machine import processor
 
 SHAPES = ["4096,1024,4096", "16384,4096,4096"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradwire import kernels
-from gradwire.backward.choice import Choice
+from gradwire.backward.row_choice import Choice
 
 LEAST = 0.01  # seconds of a sample: what is quicker is repeated
 PARTS = ("join", "choose", "take")

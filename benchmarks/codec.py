@@ -25,7 +25,7 @@ import gradwire
 from gradwire import codecs, compress, kernels
 from gradwire.compress import rans
 from gradwire.convert import minifloat
-from gradwire.formats import PRESETS
+from gradwire.float_formats import PRESETS
 from gradwire.kernels import cpu
 from machine import processor
 

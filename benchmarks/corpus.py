@@ -22,7 +22,7 @@ import zstandard
 
 import gradwire
 from gradwire import kernels
-from gradwire.formats import PRESETS, Format
+from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection import code_lengths, frames, goodness
 from gradwire.models import gennorm
 

@@ -35,9 +35,10 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
 from accuracy import ResNet18
-from gradwire.flower import Wire, compress, update
-from gradwire.flower.message import open_update
+from gradwire.flower import Wire, compress
 from gradwire.flower.one_process import OneProcess, apart, together
+from gradwire.flower.shared import update
+from gradwire.flower.shared.message import open_update
 from machine import processor
 
 RESULTS = Path(__file__).parent / "results" / "federated_server.json"

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
-from gradwire.tasks import order
+from gradwire.tasks import example_order
 from gradwire.tasks.base import evaluation_sums, loss_of
 from gradwire.tasks.text import Text
 from machine import processor
@@ -70,11 +70,11 @@ def train(task: Text, spec: str, seed: int, steps: int) -> dict[str, Any]:
         module.set_custom_reduce_scatter(reduces)
     handle = gradwire.fsdp.attach(model, spec) if spec else None
     optimizer = task.build_optimizer(model, task.defaults.lr)
-    epoch = order.epoch_order(task.train_size, seed, 0)
+    epoch = example_order.epoch_order(task.train_size, seed, 0)
     losses = []
     for step in range(steps):
-        chosen = order.batch_indices(epoch, step, rank, WORLD, batch)
-        inputs, targets = task.train_batch(chosen, order.augmentation_generator(seed, 0, step, rank))
+        chosen = example_order.batch_indices(epoch, step, rank, WORLD, batch)
+        inputs, targets = task.train_batch(chosen, example_order.augmentation_generator(seed, 0, step, rank))
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets)
         loss.backward()

@@ -148,7 +148,7 @@ def speed(entries: int, rounds: int) -> dict[str, dict[str, float]]:
     for spec in OURS:
         codec = gradwire.codec(spec)
         frames[spec] = frame[: codec.encode_into(gradient, frame)].clone()
-        residual = memory if gradwire.catalogue.recipe(spec).decay else None
+        residual = memory if gradwire.recipe(spec).decay else None
         tasks[f"{spec} encode"] = lambda c=codec, e=residual: c.encode_into(gradient, frame, residual=e, seed=1)  # type: ignore[misc]
         tasks[f"{spec} decode"] = lambda f=frames[spec]: gradwire.decode(f, out=spare)  # type: ignore[misc]
     for name in ("qsgd", "terngrad", "signsgd", "linear"):

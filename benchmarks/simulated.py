@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gradwire.aggregate.link import Link
-from gradwire.aggregate.mean import Mean
-from gradwire.aggregate.pieces import Piece
+from gradwire.aggregate.messages.mean import Mean
+from gradwire.aggregate.messages.tensor_parts import Piece
+from gradwire.aggregate.transport.link import Link
 
 
 class Meeting:

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 
-from gradwire.aggregator import libbpf, packets
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.packets import Kind, Packet
-from gradwire.aggregator.xdp import Xdp
+from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet.packet_format import Kind, Packet
+from gradwire.aggregator.xdp import libbpf
+from gradwire.aggregator.xdp.engine import Xdp
 
 WORKERS, SLOTS, SESSION = 4, 256, 1
 KEY = bytes(range(16))
@@ -58,7 +59,7 @@ def frame(worker: int, message: bytes) -> bytes:
 
 
 def data(slot: int, worker: int, adding: int, key: bytes = KEY) -> bytes:
-    words = os.urandom(4 * packets.WORDS)
+    words = os.urandom(4 * packet_format.WORDS)
     return frame(worker, Packet(Kind.DATA, SESSION, 0, slot, worker, adding, words).pack(key))
 
 
@@ -82,11 +83,11 @@ def measure(program: int) -> dict[str, float]:
 
 
 def native_code() -> float:
-    message = os.urandom(24 + 4 * packets.WORDS)
+    message = os.urandom(24 + 4 * packet_format.WORDS)
     taken = []
     for _ in range(2000):
         begin = time.perf_counter_ns()
-        packets.code(KEY, message)
+        packet_format.code(KEY, message)
         taken.append(time.perf_counter_ns() - begin)
     return statistics.median(taken)
 
@@ -108,7 +109,7 @@ def main() -> None:
     engine.open(Session(SESSION, KEY, tuple((f"10.88.0.{worker + 1}", 7000) for worker in range(WORKERS)), SLOTS))
     for name, taken in measure(engine.program).items():
         print(f"{taken:7.0f} ns  {name}")
-    print(f"{native_code():7.0f} ns  the code of such a packet by {packets.code.__module__}, called from Python")
+    print(f"{native_code():7.0f} ns  the code of such a packet by {packet_format.code.__module__}, called from Python")
     engine.shut()
 
 

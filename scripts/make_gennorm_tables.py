@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwire.formats import PRESETS
+from gradwire.float_formats import PRESETS
 from gradwire.models import gennorm
 
 PATH = Path(__file__).parent.parent / "src/gradwire/models/gennorm_tables.npz"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from gradwire.aggregate.in_network import InNetwork
+from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.jobs import Limits
-from gradwire.aggregator.serve import Server
-from gradwire.aggregator.userspace import Userspace
+from gradwire.aggregator.server import Server
+from gradwire.aggregator.userspace_engine import Userspace
 
 KEY = bytes(range(16))
 JOB = b"a job for a test"

@@ -19,7 +19,7 @@ from multiprocessing.synchronize import Event
 import torch
 
 from aggregation import JOB, Words, equal, joined, serving, some_words, sums
-from gradwire.aggregator.packets import PACKET_BYTES, WORDS, Kind, Packet
+from gradwire.aggregator.packet.packet_format import PACKET_BYTES, WORDS, Kind, Packet
 from lossy import Faults, LossyProxy
 
 

@@ -131,7 +131,7 @@ def splice(frame: bytearray, frames: list[bytes], rng: random.Random) -> None:
 def resize(frame: bytearray, frames: list[bytes], rng: random.Random) -> None:
     """Another shape, with as many dimensions or fewer, before the same payload."""
     try:
-        header = gradwire.wire.read_header(memoryview(bytes(frame)))
+        header = gradwire.frame.headers.read_header(memoryview(bytes(frame)))
     except gradwire.FrameError:
         return
     shape = tuple(rng.choice((0, 1, 2, 100, 2**20, 2**40, d, d + 1, max(0, d - 1))) for d in header.shape)
@@ -146,7 +146,7 @@ MUTATIONS = (cut, flip, flip, overwrite, overwrite_front, overwrite_front, inser
 def repaired(frame: bytes) -> bytes:
     """With the payload length that fits, where the header can be read at all, and a right checksum."""
     try:
-        header = gradwire.wire.read_header(memoryview(frame))
+        header = gradwire.frame.headers.read_header(memoryview(frame))
         old = plain_varint(header.payload_length)
         frame = frame[:9] + plain_varint(len(frame) - header.length) + frame[9 + len(old) :]
     except gradwire.FrameError:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire import catalogue, spec, wire
+from gradwire.catalogue import all_recipes, spec
+from gradwire.catalogue.spec import Entry, Parameter
 from gradwire.convert import stored
-from gradwire.convert.job import Converter, Job
-from gradwire.spec import Entry, Parameter
+from gradwire.convert.conversion import Converter, Job
+from gradwire.frame import headers
 from helpers import bits
 
 WORLD = 3
@@ -153,7 +154,7 @@ def check_raises(error: type[Exception], message: str, work: Callable[[], object
 class LargestShare(Converter):
     """The share p of entries with the largest magnitudes, stored as they are among zeros."""
 
-    wire_id = wire.STORED
+    wire_id = headers.STORED
 
     def __init__(self, p: float):
         self.p = p
@@ -183,7 +184,7 @@ def add_toy_recipe() -> None:
         "outer_lr": Parameter("1", spec.number(0, 10), True),
         "outer_momentum": Parameter("0", spec.number(0, 1), True),
     }
-    catalogue.CATALOGUE["toy"] = Entry(
+    all_recipes.CATALOGUE["toy"] = Entry(
         "toy", "", "", lambda v: LargestShare(float(v["p"])), {"p": Parameter("0.1", share), **corrector}
     )
 

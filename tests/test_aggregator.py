@@ -14,11 +14,12 @@ import torch
 
 from aggregation import JOB, KEY, at_once, equal, joined, serving, some_words, sums
 from gradwire import AggregateError, GradwireError, SpecError
-from gradwire.aggregate import joining
-from gradwire.aggregate.in_network import InNetwork
-from gradwire.aggregator import keys, packets
+from gradwire.aggregate.sums import aggregator_join
+from gradwire.aggregate.sums.aggregator_client import InNetwork
+from gradwire.aggregator import keys
 from gradwire.aggregator.jobs import Limits
-from gradwire.aggregator.packets import WORDS, Kind, Packet
+from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet.packet_format import WORDS, Kind, Packet
 
 native = pytest.importorskip("gradwire._native")
 
@@ -29,7 +30,7 @@ SIPHASH = {15: 0xA129CA6149BE45E5, 0: 0x726FDB47DD0E0E31, 1: 0x74F839C593DC67FD,
 @pytest.mark.parametrize(("length", "expected"), SIPHASH.items())
 def test_siphash_is_that_of_the_paper(length: int, expected: int) -> None:
     message = bytes(range(length))
-    assert packets.plain_siphash(KEY, message) == expected
+    assert packet_format.plain_siphash(KEY, message) == expected
     assert native.siphash(KEY, message) == expected
 
 
@@ -41,7 +42,7 @@ def test_codes_of_many_packets_are_those_of_each(kernels: str) -> None:
             made = [Packet(Kind.DATA, 7, slot=i, worker=i, payload=os.urandom(4 * WORDS)) for i in range(count)]
             of_each = [os.urandom(16) for _ in range(count)]
             data = [packet.pack(key) for packet, key in zip(made, of_each, strict=True)]
-            expected = [packets.plain_siphash(key, p[:24] + p[32:]) for key, p in zip(of_each, data, strict=True)]
+            expected = [packet_format.plain_siphash(key, p[:24] + p[32:]) for key, p in zip(of_each, data, strict=True)]
             assert native.packet_codes(of_each, data) == expected
     finally:
         native.use(native.available()[-1])
@@ -137,10 +138,10 @@ def test_memory_is_limited_and_given_back() -> None:
 def test_idle_jobs_are_forgotten() -> None:
     with serving(limits=Limits(idle=0.5, joining=0.5)) as aggregator:
         for world in (1, 2):  # one that begins, one that waits for a worker; neither is heard of again
-            who = joining.Membership(aggregator.address, KEY, bytes([world]) * 16, 0, world)
+            who = aggregator_join.Membership(aggregator.address, KEY, bytes([world]) * 16, 0, world)
             client = native.AggregatorClient("127.0.0.1", aggregator.port, KEY)
             try:
-                joining.join(client, who, 0, time.monotonic() + 0.3)
+                aggregator_join.join(client, who, 0, time.monotonic() + 0.3)
             except AggregateError:
                 assert world == 2
         assert sorted(job.world for job in aggregator.server.jobs()) == [1, 2]

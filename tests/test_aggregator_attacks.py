@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from aggregation import JOB, KEY, equal, joined, serving, some_words
-from gradwire.aggregate import joining
-from gradwire.aggregate.in_network import InNetwork
-from gradwire.aggregator.packets import WORDS, Kind, Packet
+from gradwire.aggregate.sums import aggregator_join
+from gradwire.aggregate.sums.aggregator_client import InNetwork
+from gradwire.aggregator.packet.packet_format import WORDS, Kind, Packet
 from gradwire.aggregator.registry import Registry
-from gradwire.aggregator.userspace import Userspace
+from gradwire.aggregator.userspace_engine import Userspace
 
 pytest.importorskip("gradwire._native")
 
@@ -39,7 +39,7 @@ def test_a_clock_that_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as aggregator, joined(aggregator.address, 0, 1) as client:
         client.finish(client.start(*words))
         now = time.time_ns()
-        monkeypatch.setattr(joining.time, "time_ns", lambda: now - 3600 * 10**9)
+        monkeypatch.setattr(aggregator_join.time, "time_ns", lambda: now - 3600 * 10**9)
         registry = aggregator.server.registry
         registry._end_session(next(iter(registry.jobs.values())))
         assert equal(client.finish(client.start(*words)), words)

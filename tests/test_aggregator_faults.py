@@ -16,13 +16,13 @@ import torch
 
 from aggregation import JOB, KEY, Serving, at_once, equal, joined, serving, some_words, sums
 from gradwire import AggregateError
-from gradwire.aggregate import joining
-from gradwire.aggregate.in_network import InNetwork
-from gradwire.aggregator import packets
+from gradwire.aggregate.sums import aggregator_join
+from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.packets import NOBODY, PACKET_BYTES, WORDS, Kind, Packet
+from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet.packet_format import NOBODY, PACKET_BYTES, WORDS, Kind, Packet
 from gradwire.aggregator.registry import Registry
-from gradwire.aggregator.userspace import Userspace
+from gradwire.aggregator.userspace_engine import Userspace
 from lossy import Faults, LossyProxy
 
 native = pytest.importorskip("gradwire._native")
@@ -49,7 +49,7 @@ class Bench:
         found = []
         while True:
             try:
-                packet = packets.unpack(self.sockets[worker].recv(2000))
+                packet = packet_format.unpack(self.sockets[worker].recv(2000))
             except BlockingIOError:
                 return found
             assert packet.is_coded_with(SESSION_KEY) and packet.kind == Kind.RESULT and packet.worker == NOBODY
@@ -150,7 +150,7 @@ def test_the_registry_survives_noise() -> None:
     for _ in range(3000):
         kind, payload = generator.randrange(16), generator.randbytes(generator.choice((0, 8, 24, 48, 63, 64, 65)))
         head = struct.pack("<2sBBIIHHB7x", b"GW", 1, kind, generator.choice((0, 1)), 0, 0, generator.randrange(70), 0)
-        coded = packets.code(generator.choice((KEY, SESSION_KEY)), head + payload).to_bytes(8, "little")
+        coded = packet_format.code(generator.choice((KEY, SESSION_KEY)), head + payload).to_bytes(8, "little")
         registry.handle(head + coded + payload, ("127.0.0.1", generator.randrange(65536)))
         registry.handle(generator.randbytes(generator.randrange(100)), ("127.0.0.1", 1))
     assert registry.jobs == {}
@@ -226,12 +226,12 @@ def test_an_idle_worker_catches_up_for_one_that_lost_the_aggregator() -> None:
     with serving() as aggregator:
         given = [some_words(worker, 100, 5000) for worker in range(2)]
         other = native.AggregatorClient("127.0.0.1", aggregator.port, KEY)
-        who = joining.Membership(aggregator.address, KEY, JOB, 1, 2)
+        who = aggregator_join.Membership(aggregator.address, KEY, JOB, 1, 2)
 
         def run_as_the_other() -> bool:
-            accept = joining.join(other, who, 0, time.monotonic() + 10)
+            accept = aggregator_join.join(other, who, 0, time.monotonic() + 10)
             assert accept.first_operation == 0
-            other.begin(accept.session, packets.session_key(KEY, JOB, accept.session_nonce), 1, accept.slots)
+            other.begin(accept.session, packet_format.session_key(KEY, JOB, accept.session_nonce), 1, accept.slots)
             results = torch.empty_like(given[1][0]), torch.empty_like(given[1][1])
             return other.run(*given[1], *results, 10.0, 5.0) == "done" and equal(results, sums(given))
 
@@ -343,7 +343,7 @@ def test_a_stranger_gets_nothing() -> None:
         answers = []
         while True:
             try:
-                answers.append(packets.unpack(stranger.recv(2000)).kind)
+                answers.append(packet_format.unpack(stranger.recv(2000)).kind)
             except TimeoutError:
                 break
         assert set(answers) <= {Kind.GONE}  # and that tells only that there is no such session

@@ -6,9 +6,9 @@ import pytest
 
 import gradwire
 from gradwire import SpecError
-from gradwire.aggregate import auto
-from gradwire.aggregate.auto import CANDIDATES, CHECK, EXACT, Auto
-from gradwire.aggregate.cost import Load, Speed, all_reduce_s
+from gradwire.engine import auto
+from gradwire.engine.auto import CANDIDATES, CHECK, EXACT, Auto
+from gradwire.engine.cost_model import Load, Speed, all_reduce_s
 
 ERRORS = {spec: 0.03 if spec == "co3" else 0.5 for spec in CANDIDATES if spec != EXACT}
 

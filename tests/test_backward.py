@@ -17,8 +17,8 @@ from torch import nn
 
 import gradwire
 from gradwire.backward import POLICIES, RowMemory
-from gradwire.backward.choice import Choice
-from gradwire.backward.function import mean_input
+from gradwire.backward.autograd import mean_input
+from gradwire.backward.row_choice import Choice
 from helpers import bits, check_same
 from plain_rows import PlainRows, close
 

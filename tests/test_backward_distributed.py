@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from gradwire.backward import convert, converted, forget, revert
+from gradwire.backward import convert_model, converted, forget, revert
 from gradwire.errors import GradwireError
 from helpers import bits
 from ranks import Net, Tensors, attach, check_raises, check_scenario, digest, gathered, launch, loss_of, run_scenarios
@@ -26,7 +26,7 @@ K = 0.25
 
 def make(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return convert(Net(), K)
+    return convert_model(Net(), K)
 
 
 def ddp(model: nn.Module | None = None, **options: object) -> DistributedDataParallel:
@@ -185,7 +185,7 @@ def fsdp_changed_and_saved(rank: int) -> None:
     model, other = sharded(), sharded()
     loss_of(model, rank, 0).backward()
     before = digest(memories(model))
-    convert(model, 3, "weightedk")
+    convert_model(model, 3, "weightedk")
     assert {layer.choice.k for layer in converted(model).values()} == {3} and len(converted(model)) == 3
     assert digest(memories(model)) == before
     check_raises(GradwireError, "FSDPLinear was made of a converted layer", lambda: revert(model))
@@ -193,7 +193,7 @@ def fsdp_changed_and_saved(rank: int) -> None:
     set_model_state_dict(other, get_model_state_dict(model))
     assert digest(memories(other)) == before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    convert(model, 3, optimizer=optimizer)
+    convert_model(model, 3, optimizer=optimizer)
     check_raises(GradwireError, "is not in the optimizer", lambda: loss_of(model, rank, 1).backward())
 
 

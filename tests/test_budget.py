@@ -7,8 +7,8 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
-from gradwire.aggregate.pieces import parse_spec, recipe_of
-from gradwire.budget import SMALL, Layer
+from gradwire.aggregate.messages.tensor_parts import parse_spec, recipe_of
+from gradwire.catalogue.budget import SMALL, Layer
 from helpers import encode_into
 from test_grid import heavy
 
@@ -54,7 +54,7 @@ def slope(name: str, rate: float) -> float:
 
 
 def rate_of(spec: str) -> float:
-    return gradwire.catalogue.recipe(spec).values["rate"]
+    return gradwire.recipe(spec).values["rate"]
 
 
 def test_a_bit_buys_the_same_in_every_layer():

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError, GradwireError, SpecError
-from gradwire.aggregate import in_network
-from gradwire.aggregate.in_network import InNetwork, Operation
-from gradwire.aggregator.serve import Server
-from gradwire.aggregator.userspace import Userspace
+from gradwire.aggregate.sums import aggregator_client
+from gradwire.aggregate.sums.aggregator_client import InNetwork, Operation
+from gradwire.aggregator.server import Server
+from gradwire.aggregator.userspace_engine import Userspace
 from ranks import Net, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
 
 WORLD = 3
@@ -46,7 +46,7 @@ class Aggregator:
     def start(self) -> None:
         if self.rank == 0:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["gradwire.aggregator.userspace"])
+            context.set_forkserver_preload(["gradwire.aggregator.userspace_engine"])
             self.process = context.Process(target=serve, args=(self.address,), daemon=True)
             self.process.start()
         dist.barrier()
@@ -209,16 +209,16 @@ def says_what_is_wrong(rank: int) -> None:
 
 def one_without_native_code(rank: int) -> None:
     """It says so itself, and the others do not wait for it."""
-    kept = in_network.AggregatorClient
+    kept = aggregator_client.AggregatorClient
     if rank == 1:
-        in_network.AggregatorClient = None
+        aggregator_client.AggregatorClient = None
     start = time.monotonic()
     error, says = (GradwireError, "native module") if rank == 1 else (AggregateError, "could not join")
     for fallback in (False, True):
         make = partial(gradwire.DataParallel, aggregator="127.0.0.1:9", aggregator_fallback=fallback, timeout=60)
         check_raises(error, says, lambda make=make: make(Net(), "homomorphic"))
     assert time.monotonic() - start < 20, "nobody tried to join"
-    in_network.AggregatorClient = kept
+    aggregator_client.AggregatorClient = kept
 
 
 SCENARIOS = [

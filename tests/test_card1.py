@@ -13,7 +13,7 @@ import pytest
 from scipy import integrate, optimize
 
 from gradwire.compress import huffman
-from gradwire.formats import PRESETS, Format
+from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection.code_lengths import symbol_masses
 from gradwire.inspection.goodness import Model
 from gradwire.models import gennorm

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire import checkpoint
-from gradwire.checkpoint import Checkpoint, CheckpointError
+from gradwire.checkpoints import run_file
+from gradwire.checkpoints.run_file import Checkpoint, CheckpointError
 
 
 def a_checkpoint(workers: int = 2) -> Checkpoint:
@@ -32,8 +32,8 @@ def a_checkpoint(workers: int = 2) -> Checkpoint:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path, saved = tmp_path / "run.pt", a_checkpoint()
-    checkpoint.save(path, saved)
-    loaded = checkpoint.load(path)
+    run_file.save(path, saved)
+    loaded = run_file.load(path)
     assert (loaded.settings, loaded.step, loaded.epoch, loaded.step_in_epoch) == (saved.settings, 12, 1, 2)
     assert torch.equal(loaded.model["weight"], saved.model["weight"])
     assert torch.equal(loaded.optimizer["state"][0]["momentum_buffer"], saved.model["weight"] * 2)
@@ -45,14 +45,14 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_other_tools_can_read_the_model(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "run.pt", a_checkpoint())
+    run_file.save(tmp_path / "run.pt", a_checkpoint())
     assert torch.load(tmp_path / "run.pt", weights_only=True)["model"]["weight"].shape == (50, 20)
 
 
 @pytest.mark.parametrize("call", ["save", "fsync", "replace"])
 def test_a_failed_save_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "run.pt"
-    checkpoint.save(path, a_checkpoint())
+    run_file.save(path, a_checkpoint())
     before = path.read_bytes()
 
     def fail(*arguments: object) -> None:
@@ -62,7 +62,7 @@ def test_a_failed_save_leaves_the_previous_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(torch if call == "save" else os, call, fail)
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*run\.pt: disk full"):
-        checkpoint.save(path, a_checkpoint(workers=3))
+        run_file.save(path, a_checkpoint(workers=3))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path], "a temporary file was left behind"
 
@@ -76,19 +76,19 @@ def test_the_file_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Mo
     def check(source: str, target: Path) -> None:
         assert Path(source).parent == path.parent
         assert os.stat(source).st_ino in synced
-        assert checkpoint.load(Path(source)).step == 12
+        assert run_file.load(Path(source)).step == 12
         replaced.append(target)
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", check)
-    checkpoint.save(path, a_checkpoint())
+    run_file.save(path, a_checkpoint())
     assert replaced == [path]
 
 
 def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
     """torch.load alone would load changed tensors without a word."""
     path = tmp_path / "run.pt"
-    checkpoint.save(path, a_checkpoint())
+    run_file.save(path, a_checkpoint())
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         entries = [info for info in archive.infolist() if info.file_size]
@@ -99,29 +99,29 @@ def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
         damaged[start + info.file_size // 2] ^= 0x10
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="damaged"):
-            checkpoint.load(path)
+            run_file.load(path)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
 def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
     path = tmp_path / "run.pt"
-    checkpoint.save(path, a_checkpoint())
+    run_file.save(path, a_checkpoint())
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
     with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.load(path)
+        run_file.load(path)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     with pytest.raises(CheckpointError, match="No such file"):
-        checkpoint.load(path)
+        run_file.load(path)
     torch.save({"model": {}}, path)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
-        checkpoint.load(path)
-    torch.save({"format": checkpoint.FORMAT, "step": 1}, path)
+        run_file.load(path)
+    torch.save({"format": run_file.FORMAT, "step": 1}, path)
     with pytest.raises(CheckpointError, match="incomplete"):
-        checkpoint.load(path)
+        run_file.load(path)
 
 
 class _Hostile:
@@ -132,9 +132,9 @@ class _Hostile:
 def test_nothing_in_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTILE_FOLDER", str(tmp_path / "made by the pickle"))
     path = tmp_path / "run.pt"
-    torch.save({"format": checkpoint.FORMAT, "step": _Hostile()}, path)
+    torch.save({"format": run_file.FORMAT, "step": _Hostile()}, path)
     with pytest.raises(CheckpointError):
-        checkpoint.load(path)
+        run_file.load(path)
     assert list(tmp_path.iterdir()) == [path]
     pickle.loads(pickle.dumps(_Hostile()))  # it would have worked
     assert (tmp_path / "made by the pickle").is_dir()
@@ -154,10 +154,10 @@ def test_other_workers_start_from_the_mean(workers: int) -> None:
 
 def test_digest_sees_a_single_bit() -> None:
     model = nn.Linear(3, 2)
-    digest = checkpoint.digest(model)
+    digest = run_file.digest(model)
     copy = nn.Linear(3, 2)
     copy.load_state_dict(model.state_dict())
-    assert checkpoint.digest(copy) == digest
+    assert run_file.digest(copy) == digest
     with torch.no_grad():
         copy.weight.view(torch.int32)[0, 0] ^= 1
-    assert checkpoint.digest(copy) != digest
+    assert run_file.digest(copy) != digest

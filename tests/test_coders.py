@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gradwire import FrameError, compress, kernels
 from gradwire.compress import huffman, rans
-from gradwire.fields import Reader
-from gradwire.formats import parse_format
+from gradwire.float_formats import parse_format
+from gradwire.frame.byte_fields import Reader
 from gradwire.kernels import reference
 from gradwire.models import gennorm, histogram
 from helpers import NO_NATIVE, bits, gradient, native

@@ -18,12 +18,12 @@ from torch import nn
 
 import gradwire
 from gradwire import AggregateError, FrameError, GradwireError, data_parallel
-from gradwire.aggregate import presence
-from gradwire.aggregate.auto import CANDIDATES, Auto
-from gradwire.aggregate.link import Link
-from gradwire.aggregate.mean import Mean
-from gradwire.aggregate.message import PREFIX, Subject
-from gradwire.aggregate.shard_memory import ShardMemory
+from gradwire.aggregate.exchanges.shard_memory import ShardMemory
+from gradwire.aggregate.messages import present_tensors
+from gradwire.aggregate.messages.mean import Mean
+from gradwire.aggregate.transport.link import Link
+from gradwire.aggregate.transport.message_prefix import PREFIX, Subject
+from gradwire.engine.auto import CANDIDATES, Auto
 from ranks import Net, check_raises, check_scenario, digest, gathered, launch, loss_of
 from ranks import run_scenarios as run
 
@@ -231,14 +231,14 @@ def test_(results: list[dict], scenario: str) -> None:
 def test_presence_is_protected() -> None:
     """Another tensor of the same size must not take the place of one that was sent."""
     present = [True, False, True, True]
-    note = np.frombuffer(presence.pack(present) + b"frames", dtype=np.uint8)
-    assert presence.unpack(note, 4)[0] == present
-    assert bytes(presence.unpack(note, 4)[1]) == b"frames"
+    note = np.frombuffer(present_tensors.pack(present) + b"frames", dtype=np.uint8)
+    assert present_tensors.unpack(note, 4)[0] == present
+    assert bytes(present_tensors.unpack(note, 4)[1]) == b"frames"
     for bit in range(8, 8 * (len(note) - 6)):
         damaged = note.copy()
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FrameError):
-            presence.unpack(damaged, 4)
+            present_tensors.unpack(damaged, 4)
 
 
 def test_lengths_are_bounded() -> None:
@@ -258,7 +258,7 @@ def test_shards_of_a_checkpoint_follow_the_scale() -> None:
     memory.rescale(8.0)
     assert memory.state_dict(8.0)["w"].tolist() == [3.0] * 4
     mean = Mean("co3")
-    [piece] = mean.divide([gradwire.aggregate.pieces.Part("w", torch.zeros(4), 0, 4)])
+    [piece] = mean.divide([gradwire.aggregate.messages.tensor_parts.Part("w", torch.zeros(4), 0, 4)])
     memory.apart(piece)
     assert memory.memory.memory["w"].tolist() == [24.0] * 4
 

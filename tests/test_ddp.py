@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import GradwireError, SpecError, wire
+from gradwire import GradwireError, SpecError
+from gradwire.frame import headers
 from helpers import native
 from ranks import WORLD, Net, Tensors, attach, connect, digest, launch, loss_of
 
@@ -189,7 +190,7 @@ def test_the_mean_is_that_of_the_decoded_frames(good):
     for result in good:
         total: Tensors = {}
         for sender, message, pieces in result["frames"]["arrived"]:
-            split = [gradwire.decode(bytes(frame)).reshape(-1) for frame in wire.split(memoryview(message))]
+            split = [gradwire.decode(bytes(frame)).reshape(-1) for frame in headers.split(memoryview(message))]
             assert [len(frame) for frame in split] == [sum(shapes[n].numel() for n in names) for names in pieces]
             for names, values in zip(pieces, split, strict=True):
                 for name, part in zip(names, values.split([shapes[n].numel() for n in names]), strict=True):

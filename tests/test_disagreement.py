@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError
-from gradwire.aggregate.all_to_all import AllToAll
+from gradwire.aggregate.transport.all_to_all import AllToAll
 from ranks import Net, check_raises, check_scenario, launch, loss_of, run_scenarios
 
 TIMEOUT = 3.0  # seconds that gradwire waits for a peer here

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import FrameError, catalogue, wire
+from gradwire import FrameError
+from gradwire.catalogue import all_recipes
 from gradwire.cli import main
+from gradwire.frame import headers
 from helpers import BACKENDS, FLOATS, assemble, bits, check_contract_3, check_same, encode_into, gradient, use_backend
 from plain_decoder import plain_decode
 
@@ -24,9 +26,9 @@ every_recipe = pytest.mark.parametrize("name", NAMES)
 
 @every_recipe
 def test_canonical_spec_rebuilds_the_recipe(name: str) -> None:
-    recipe = catalogue.recipe(name)
+    recipe = all_recipes.recipe(name)
     assert recipe.spec.partition(":")[0] == name
-    assert catalogue.recipe(recipe.spec) == recipe and str(catalogue.recipe(recipe.spec)) == recipe.spec
+    assert all_recipes.recipe(recipe.spec) == recipe and str(all_recipes.recipe(recipe.spec)) == recipe.spec
     codec = gradwire.codec(name)
     again = gradwire.codec(str(codec))
     assert again == codec and str(again) == str(codec)
@@ -54,7 +56,7 @@ def test_round_trip(name: str) -> None:
 @every_recipe
 def test_what_was_not_sent_is_remembered(name: str) -> None:
     """ĝ + e′ = g + γe through the bytes, step after step, with the same memory on every backend."""
-    codec, decay = gradwire.codec(name), catalogue.recipe(name).decay
+    codec, decay = gradwire.codec(name), all_recipes.recipe(name).decay
     for dtype in FLOATS:
         memory = torch.zeros(700)
         for step in range(3):
@@ -91,8 +93,8 @@ def test_non_finite_gradients_travel_as_they_are(name: str) -> None:
             tensor, memory = gradient(300).to(dtype), gradient(300, 1)
             tensor[200], before = bad, memory.clone()
             frame = encode_into(codec, tensor, residual=memory, decay=0.5)
-            header = wire.read_header(memoryview(frame))
-            assert (header.codec, header.nonfinite) == (wire.STORED, True)
+            header = headers.read_header(memoryview(frame))
+            assert (header.codec, header.nonfinite) == (headers.STORED, True)
             check_same(gradwire.decode(frame), tensor)
             check_same(memory, before)
 
@@ -100,7 +102,7 @@ def test_non_finite_gradients_travel_as_they_are(name: str) -> None:
 @every_recipe
 def test_damage_behind_a_right_checksum_is_a_frame_error(name: str) -> None:
     frame = gradwire.codec(name).encode(gradient(400))
-    header, rng = wire.read_header(memoryview(frame)), random.Random(name)
+    header, rng = headers.read_header(memoryview(frame)), random.Random(name)
     for i in range(120):
         payload = bytearray(frame[header.length :])
         at = rng.randrange(len(payload)) if i % 2 else rng.randrange(min(16, len(payload)))

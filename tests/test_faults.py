@@ -12,9 +12,9 @@ import pytest
 
 from fault_trials import KILL, STOP, Outcome, Trial, run, varied
 from gradwire import AggregateError
-from gradwire.aggregate import board, handshake, lost, roll_call
-from gradwire.aggregate.handshake import compare, differences
-from gradwire.aggregate.roll_call import ALIVE, GONE, SILENT, RollCall
+from gradwire.aggregate.peers import diagnosis, handshake, roll_call, status_server
+from gradwire.aggregate.peers.handshake import compare, differences
+from gradwire.aggregate.peers.roll_call import ALIVE, GONE, SILENT, RollCall
 
 # ── killed and stopped in real processes ──────────────────────────────────────────────────────────
 
@@ -175,7 +175,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[RollCall]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     found = [RollCall(rank, range(3)) for rank in range(3)]
     for rank in found:
-        rank.at(lost.WAITING, step=7)
+        rank.at(diagnosis.WAITING, step=7)
         rank.meet([r.address for r in found], found[0].board.token)
     deadline = time.monotonic() + 5
     while not all(rank.reaches_all for rank in found) and time.monotonic() < deadline:
@@ -186,14 +186,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[RollCall]:
 
 def explain(rank: RollCall, error: str = "Connection closed by peer") -> str:
     start = time.monotonic()
-    cause = lost.explain(rank, RuntimeError(error), timeout=30)
+    cause = diagnosis.explain(rank, RuntimeError(error), timeout=30)
     assert time.monotonic() - start < roll_call.PATIENCE + 1
     return cause
 
 
 def vanish(rank: RollCall) -> None:
     """Its process is killed: nobody listens any more."""
-    board.close(rank._listener)
+    status_server.close(rank._listener)
 
 
 def test_who_is_gone_is_named_at_once(ranks):
@@ -236,7 +236,7 @@ def test_who_is_late_is_named_with_its_step(ranks):
     assert "rank 1 is alive and computes in step 6" in cause
     assert "rank 2" not in cause
     assert "rank 1 is alive and computes in step 6" in explain(ranks[2])
-    ranks[1].at(lost.WAITING, step=7)  # it comes when the others have left
+    ranks[1].at(diagnosis.WAITING, step=7)  # it comes when the others have left
     vanish(ranks[0])
     vanish(ranks[2])
     assert "rank 1 is alive and computes in step 6" in explain(ranks[1])
@@ -258,7 +258,7 @@ def test_a_failure_is_looked_into_once(ranks):
 def test_strangers_learn_nothing(ranks):
     """Without the token there is no answer, and nothing is believed."""
     host, port = ranks[0]._addresses[1]
-    report = board.Board(bytes(16), board.Report(2, failed=True, cause="lies")).report()
+    report = status_server.Board(bytes(16), status_server.Report(2, failed=True, cause="lies")).report()
     for message in (report, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096):
         with socket.create_connection((host, port), timeout=2) as stranger:
             stranger.sendall(message)

@@ -19,8 +19,8 @@ import pytest
 import torch
 from flwr.app import Context, Message
 
-from gradwire.cli import main, simulation
-from gradwire.cli.rounds import Rounds, decimal
+from gradwire.cli import flower_simulation, main
+from gradwire.cli.federated_progress import Rounds, decimal
 from gradwire.errors import AggregateError
 from gradwire.flower import one_process
 from gradwire.tasks import text
@@ -188,7 +188,7 @@ def error_of(*arguments: str) -> str:
 def test_options_that_do_not_fit_name_the_fix(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(simulation, "simulate", lambda runs: pytest.fail("should not have come so far"))
+    monkeypatch.setattr(flower_simulation, "simulate", lambda runs: pytest.fail("should not have come so far"))
     monkeypatch.chdir(tmp_path)
     error = error_of(*arguments.split())
     assert message in error and error.startswith("error: ") and "\n" not in error

@@ -22,8 +22,8 @@ from flwr.supercore.task_identity import TaskIdentity
 import gradwire
 from flower_apps import adding_client, changed_update, drift, final, run, start_model
 from gradwire import SpecError, flower
-from gradwire.flower import update
-from gradwire.flower.store import RECORD
+from gradwire.flower.client.state_store import RECORD
+from gradwire.flower.shared import update
 
 RECIPES = [entry.name for entry in gradwire.recipes()]
 

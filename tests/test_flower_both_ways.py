@@ -13,8 +13,8 @@ from flwr.serverapp.strategy import FedAvg
 from flower_apps import Faulty, adding_client, final, run, serve, start_model
 from gradwire import GradwireError, SpecError, flower
 from gradwire.flower import message_bytes, one_process
-from gradwire.flower.message import NOTE
-from gradwire.flower.store import InContext
+from gradwire.flower.client.state_store import InContext
+from gradwire.flower.shared.message import NOTE
 
 
 def some_clients(**options: object) -> FedAvg:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import FrameError, GradwireError, SpecError
-from gradwire.catalogue import CATALOGUE
+from gradwire.catalogue.all_recipes import CATALOGUE
 from helpers import bits, check_same
 
 pytest.importorskip("flwr")
-from gradwire.flower import update
-from gradwire.flower.catch_up import digest, whole_bytes
-from gradwire.flower.download import Chain, Copy
+from gradwire.flower.server.download_chain import Chain, Copy
+from gradwire.flower.shared import update
+from gradwire.flower.shared.model_copy import digest, whole_bytes
 
 REFUSED = ("orq", "qsgd", "terngrad", "linear")
 SPECS = (

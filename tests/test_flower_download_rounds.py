@@ -17,8 +17,9 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_apps import Faulty, Model, adding_client, final, run, serve, start_model
 from gradwire import flower
-from gradwire.flower import arrays, one_process
-from gradwire.flower.message import NEEDS_WHOLE, with_records
+from gradwire.flower import one_process
+from gradwire.flower.shared import arrays
+from gradwire.flower.shared.message import NEEDS_WHOLE, with_records
 
 SPARSE = "stc:p=0.05,small=same"
 

@@ -16,10 +16,11 @@ from gradwire import GradwireError, SpecError
 
 pytest.importorskip("flwr")
 
-from gradwire.aggregate import pieces
-from gradwire.aggregate.pieces import own_recipe, parse_spec
-from gradwire.flower import fit, update
-from gradwire.flower.fit import parse_bytes, within
+from gradwire.aggregate.messages import tensor_parts
+from gradwire.aggregate.messages.tensor_parts import own_recipe, parse_spec
+from gradwire.flower.client import byte_budget
+from gradwire.flower.client.byte_budget import parse_bytes, within
+from gradwire.flower.shared import update
 from test_grid import FLOAT_MAX, heavy
 
 WITH_MEMORY = (
@@ -82,7 +83,7 @@ def test_a_budget_is_met_used_and_loses_nothing_by_few_encodings(spec, limit, mo
     differences = a_model()
     whole = update.encode(differences, INTEGERS, NAMES, spec)
     calls = []
-    monkeypatch.setattr(fit, "encode", lambda *a: calls.append(1) or update.encode(*a))
+    monkeypatch.setattr(byte_budget, "encode", lambda *a: calls.append(1) or update.encode(*a))
     found = within(limit, differences, INTEGERS, NAMES, spec)
     assert len(calls) <= 8
     sent = after(found.data)
@@ -282,6 +283,6 @@ def test_a_pattern_for_every_tensor_of_a_large_model_is_compiled_once():
     """fnmatch alone, which remembers 256 patterns, would compile 180,000 here."""
     names = [f"layer[{i}].weight" for i in range(600)]
     recipes = parse_spec({glob.escape(name): "none" for name in names})
-    before = pieces._compiled.cache_info().misses
-    assert all(pieces.recipe_of(name, recipes) == gradwire.recipe("none") for name in names)
-    assert pieces._compiled.cache_info().misses - before <= 600
+    before = tensor_parts._compiled.cache_info().misses
+    assert all(tensor_parts.recipe_of(name, recipes) == gradwire.recipe("none") for name in names)
+    assert tensor_parts._compiled.cache_info().misses - before <= 600

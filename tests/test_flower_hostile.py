@@ -18,11 +18,11 @@ from flwr.serverapp.strategy import FedAvg
 import gradwire
 from flower_apps import adding_client, changed_update, drift, final, run, start_model
 from gradwire import FrameError, flower
-from gradwire.fields import varint
-from gradwire.flower import update
-from gradwire.flower.memory import fitting
-from gradwire.flower.message import Note, with_records
-from gradwire.flower.store import InContext
+from gradwire.flower.client.error_memory import fitting
+from gradwire.flower.client.state_store import InContext
+from gradwire.flower.shared import update
+from gradwire.flower.shared.message import Note, with_records
+from gradwire.frame.byte_fields import varint
 from test_flower import one_client_is, one_frame, resealed
 
 Fault = Callable[[Message], Message]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gradwire.errors import FrameError
-from gradwire.flower import update
-from gradwire.flower.later import Later
+from gradwire.flower.shared import update
+from gradwire.flower.shared.lazy_tensors import Later
 
 MODEL = {"large": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)), "small": torch.zeros(10)}
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from flower_apps import Faulty, adding_client, drift, final, run, serve, start_model
 from gradwire import GradwireError, flower
 from gradwire.flower import one_process
-from gradwire.flower.memory import ErrorMemory
-from gradwire.flower.store import InFolder, default_folder
+from gradwire.flower.client.error_memory import ErrorMemory
+from gradwire.flower.client.state_store import InFolder, default_folder
 
 NAME = "conv.weight"
 RECIPE = dict.fromkeys(("*running_*", "*"), "stc:decay=1,small=same")

@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
 
 from flower_apps import adding_client, run, start_model
 from gradwire import GradwireError, SpecError, flower
-from gradwire.flower import mod
+from gradwire.flower.client import mod
 
 
 def private(strategy: Any, kind: Any = DifferentialPrivacyServerSideFixedClipping) -> Any:

@@ -14,9 +14,9 @@ from gradwire import SpecError
 
 pytest.importorskip("flwr")
 
-from gradwire.aggregate.pieces import parse_spec, recipe_of
-from gradwire.flower import update
-from gradwire.flower.rate import AdaQuantFL, FedDQ, parse, spec_for
+from gradwire.aggregate.messages.tensor_parts import parse_spec, recipe_of
+from gradwire.flower.shared import update
+from gradwire.flower.shared.adaptive_rate import AdaQuantFL, FedDQ, parse, spec_for
 
 NAMES = ["w[0].weight", "b*.bias", "bn.running_var"]
 

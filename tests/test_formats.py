@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire import SpecError, kernels
 from gradwire.convert.minifloat import values
-from gradwire.formats import PRESETS, SPECIALS, Format, parse_format
+from gradwire.float_formats import PRESETS, SPECIALS, Format, parse_format
 from plain_coders import FORMAT_NAMES
 from plain_decoder import FORMATS, plain_magnitudes
 

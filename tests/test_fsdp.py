@@ -20,10 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import gradwire
-from gradwire import wire
-from gradwire.aggregate.layout import Layout, Shape
+from gradwire.checkpoints.rank_states import mean as mean_of_states
 from gradwire.errors import AggregateError, GradwireError, SpecError
-from gradwire.memories import mean as mean_of_states
+from gradwire.frame import headers
+from gradwire.fsdp.shard_layout import Layout, Shape
 from helpers import bits
 from ranks import Net, Tensors, check_raises, check_scenario, digest, gathered, launch, loss_of, run_scenarios
 
@@ -161,9 +161,9 @@ def frames_are_all(rank: int) -> None:
         if receiver == rank:
             assert len(message) == 0 and not memory[rows].any()
             continue
-        frames = wire.split(memoryview(message))
-        assert sorted(wire.read_header(f).elements for f in frames) == [30, 30 * 512]
-        decoded = gradwire.decode(next(f for f in frames if wire.read_header(f).elements > 30))
+        frames = headers.split(memoryview(message))
+        assert sorted(headers.read_header(f).elements for f in frames) == [30, 30 * 512]
+        decoded = gradwire.decode(next(f for f in frames if headers.read_header(f).elements > 30))
         error = decoded.view(30, 512) + memory[rows] - true[rows]
         assert float(error.norm() / true[rows].norm()) < 1e-6
     stats = handle.stats()

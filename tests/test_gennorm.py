@@ -16,7 +16,7 @@ from scipy import integrate, special, stats
 
 from gradwire import FrameError, kernels
 from gradwire.convert import minifloat
-from gradwire.formats import PRESETS, parse_format
+from gradwire.float_formats import PRESETS, parse_format
 from gradwire.models import gennorm, histogram
 from plain_coders import plain_gammas, plain_normalize
 

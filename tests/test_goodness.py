@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from gradwire import compress
-from gradwire.formats import PRESETS
+from gradwire.float_formats import PRESETS
 from gradwire.inspection import code_lengths, goodness
 from gradwire.inspection.goodness import Model
 

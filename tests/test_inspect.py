@@ -21,8 +21,8 @@ import typer
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire import wire
 from gradwire.cli import inspect as command
+from gradwire.frame import headers
 from gradwire.inspection import frames, tensor_files, tensors
 from helpers import assemble, encode_into, gradient, repair
 from plain_decoder import plain_decode
@@ -82,8 +82,8 @@ def test_frame_report_says_what_the_bytes_say(spec: str) -> None:
     assert report.frame_bytes == len(frame)
     assert report.ratio == pytest.approx(12_000 / len(frame))
     assert report.bits_per_entry == pytest.approx(8 * len(frame) / 3000)
-    if plain.codec != wire.MINIFLOAT:
-        assert report.codec == {wire.STORED: "stored", wire.CAST: "cast"}[plain.codec]
+    if plain.codec != headers.MINIFLOAT:
+        assert report.codec == {headers.STORED: "stored", headers.CAST: "cast"}[plain.codec]
         assert report.symbol_bytes == len(plain.payload)
         return
     assert report.codec == "minifloat"
@@ -140,7 +140,7 @@ def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
 def test_damaged_frames_are_described_or_refused(spec: str) -> None:
     """Whatever a frame with a right checksum says, only FrameError comes of it."""
     frame = gradwire.codec(spec).encode(gradient(300))
-    header = wire.read_header(memoryview(frame))
+    header = headers.read_header(memoryview(frame))
     for at in range(header.length, min(len(frame), header.length + 60)):
         for value in (0, 1, 127, 255):
             with contextlib.suppress(gradwire.FrameError):

@@ -233,7 +233,7 @@ def test_damage_is_a_frame_error(spec: str, backend: str) -> None:
     frames.append(encode_into(codec, gradient(400), segments=[150, 250]))
     for _ in range(150):
         frame = bytearray(rng.choice(frames))
-        header = gradwire.wire.read_header(memoryview(bytes(frame)))
+        header = gradwire.frame.headers.read_header(memoryview(bytes(frame)))
         how = rng.randrange(3)
         if how == 0:
             frame[rng.randrange(header.length, len(frame))] ^= 1 << rng.randrange(8)

@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import AggregateError, GradwireError, LocalSGD, SpecError, tasks, wire
-from gradwire.aggregate.link import children as _children
-from gradwire.checkpoint import Checkpoint, CheckpointError, load
+from gradwire import AggregateError, GradwireError, LocalSGD, SpecError, tasks
+from gradwire.aggregate.transport.link import children as _children
+from gradwire.checkpoints.run_file import Checkpoint, CheckpointError, load
+from gradwire.frame import headers
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from helpers import bits, check_contract_3
@@ -92,7 +93,7 @@ def recorded_frames(handle: LocalSGD) -> Iterator[dict[int, Tensors]]:
 
     def recording(rank: int, message: object, pieces: list, *rest: object, **options: object) -> None:
         found[rank] = {}
-        for frame, piece in zip(wire.split(memoryview(bytes(message))), pieces, strict=True):
+        for frame, piece in zip(headers.split(memoryview(bytes(message))), pieces, strict=True):
             parts = gradwire.decode(bytes(frame)).reshape(-1).split(piece.sizes)
             for values, part in zip(parts, piece.parts, strict=True):
                 found[rank][part.name] = values.view(part.tensor.shape)

@@ -15,7 +15,7 @@ import gradwire
 from gradwire.convert import m22
 from gradwire.convert.sparse import sent_positions
 from gradwire.errors import SpecError
-from gradwire.flower import update
+from gradwire.flower.shared import update
 from gradwire.models import gennorm
 from gradwire.models.weighted_lloyd import levels
 from helpers import FLOATS, check_same, encode_into

@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import CheckpointError, GradwireError, memories
+from gradwire import CheckpointError, GradwireError
+from gradwire.checkpoints import rank_states
 from helpers import bits
 from ranks import WORLD, Net, check_raises, connect, digest, gathered, launch, loss_of, run_scenarios
 
@@ -76,7 +77,7 @@ WAYS = (Run.load_dcp, Run.load_single)
 def work(rank: int, folder: Path) -> object:
     global FOLDER  # noqa: PLW0603
     FOLDER = folder
-    memories.BATCH_BYTES = 60_000  # several batches, even of this small model
+    rank_states.BATCH_BYTES = 60_000  # several batches, even of this small model
     phases = [
         (3, [same_number, shards_of_three]),
         (2, [fewer, shards_for_two]),
@@ -318,7 +319,7 @@ def killed(rank: int) -> str:
     with pytest.raises(BaseException, match=r"(?s).+"):  # DCP's own is no Exception
         run.save(FOLDER / "killed")
     dist.destroy_process_group()
-    alone = [gradwire.memories.AllRanks(KeptState()) for _ in range(2)]
+    alone = [gradwire.checkpoints.rank_states.AllRanks(KeptState()) for _ in range(2)]
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         gradwire.dcp.load(Alone(alone[0]), FOLDER / "killed")
     gradwire.dcp.load(Alone(alone[1]), FOLDER / "three")
@@ -333,7 +334,7 @@ class KeptState:
 
 
 class Alone:
-    def __init__(self, all_ranks: memories.AllRanks):
+    def __init__(self, all_ranks: rank_states.AllRanks):
         self.all_ranks = all_ranks
 
 
@@ -382,7 +383,7 @@ def test_pickles_and_copies(results):
 def test_what_a_rank_does_not_have_counts_as_zero():
     states = [{"steps": 3, "memory": {"a": torch.full((2,), float(rank))}} for rank in range(3)]
     states[1]["memory"]["b"] = torch.full((1,), 6.0)
-    found = memories.mean(states)
+    found = rank_states.mean(states)
     assert found["steps"] == 3
     assert found["memory"]["a"].tolist() == [1, 1] and found["memory"]["b"].tolist() == [2]
     assert states[0]["memory"]["a"].tolist() == [0, 0], "states stay as they are"

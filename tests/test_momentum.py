@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import GradwireError, SpecError
-from gradwire.aggregate.pieces import Part
+from gradwire.aggregate.messages.tensor_parts import Part
 from ranks import (
     WORLD,
     Net,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from gradwire import FrameError
 from gradwire.compress import huffman
 from gradwire.errors import SpecError
-from gradwire.formats import PRESETS, Format, parse_format
+from gradwire.float_formats import PRESETS, Format, parse_format
 from gradwire.kernels import reference
 from gradwire.models import histogram
 from helpers import bits, gradient, native

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire import GradwireError
 from gradwire.tasks import Digits, Text
-from gradwire.tasks.partition import partition
+from gradwire.tasks.client_partition import partition
 
 NOWHERE = Path("no such folder")
 

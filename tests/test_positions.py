@@ -16,7 +16,7 @@ import gradwire
 from gradwire import kernels
 from gradwire.compress import golomb, positions
 from gradwire.errors import FrameError
-from gradwire.fields import Reader
+from gradwire.frame.byte_fields import Reader
 from helpers import BACKENDS, FLOATS, assemble, check_same, gradient, repair, use_backend
 from plain_coders import plain_varint
 from plain_decoder import plain_decode

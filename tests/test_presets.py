@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire import AggregateError, LocalSGD, SpecError, wire
-from gradwire.aggregate.message import PREFIX
-from gradwire.catalogue import recipe
+from gradwire import AggregateError, LocalSGD, SpecError
+from gradwire.aggregate.transport.message_prefix import PREFIX
+from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.recipe import MOST, budget_parts
 from gradwire.convert.sparse import sent_positions
-from gradwire.recipe import MOST, budget_parts
+from gradwire.frame import headers
 from ranks import WORLD, check_alike, check_raises, check_scenario, digest, gathered, launch, run_scenarios
 
 SPARSE = ["sbc", "stc", "topk", "m22", "dgc", "stc2", "sbc1", "sbc2", "sbc3"]
@@ -254,7 +255,7 @@ def flush_sends_its_share_once(rank: int) -> None:
         block, length = encode(key, pieces, note)
         if flushing[-1]:
             frame = memoryview(block[PREFIX + len(note) :].numpy())
-            frame = frame[: wire.read_header(frame).frame_length]
+            frame = frame[: headers.read_header(frame).frame_length]
             sent.append([(piece.names, len(sent_positions(frame))) for piece in pieces])
         return block, length
 

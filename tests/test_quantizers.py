@@ -266,7 +266,7 @@ def test_signsgd_sends_the_mean_magnitude() -> None:
     x = gradient(600, 1)
     sent = gradwire.decode(gradwire.codec("signsgd:bucket=0,precision=fp32").encode(x))
     assert torch.allclose(sent, x.sign() * x.abs().mean())
-    assert gradwire.catalogue.recipe("signsgd").decay == 1
+    assert gradwire.recipe("signsgd").decay == 1
     assert not gradwire.codec("signsgd").stochastic and gradwire.codec("orq").stochastic
 
 

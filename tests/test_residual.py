@@ -9,7 +9,7 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
-from gradwire.correct.residual import Residual
+from gradwire.correct.error_memory import Residual
 from helpers import check_contract_3, check_same, encode_into, gradient
 
 

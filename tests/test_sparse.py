@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire import codecs, kernels, wire
-from gradwire.convert.job import Job
+from gradwire import codecs, kernels
+from gradwire.convert.conversion import Job
 from gradwire.convert.m22 import M22
 from gradwire.convert.sbc import SBC
 from gradwire.convert.sparse import Sparse, sent_positions
 from gradwire.convert.stc import STC
 from gradwire.convert.topk import TopK, whole_model_threshold
 from gradwire.errors import FrameError, SpecError
+from gradwire.frame import headers
 from helpers import BACKENDS, FLOATS, bits, check_same, encode_into, gradient, use_backend
 
 VALUES = ("fp32", "fp16", "bf16", "fp4", "fp8", "e3m2b3")
@@ -223,7 +224,7 @@ def test_non_finite(backend: str, spec: str, bad: float) -> None:
         memory, out = e.clone(), torch.empty(5000)
         for options in ({}, {"residual": memory}, {"residual": memory, "residual_out": out}):
             frame = encode_into(codec, x, **options)
-            assert wire.read_header(memoryview(frame)).nonfinite
+            assert headers.read_header(memoryview(frame)).nonfinite
             check_same(gradwire.decode(frame), x)
             check_same(memory, e)
         check_same(out, e)
@@ -292,8 +293,8 @@ def test_strided_tensors_and_segments(backend: str) -> None:
 def test_all_zero_frame_has_one_byte(backend: str) -> None:
     for spec in METHODS:
         frame = gradwire.codec(spec).encode(torch.zeros(1000))
-        header = wire.read_header(memoryview(frame))
-        assert (header.codec, header.payload_length) == (wire.SPARSE, 1)
+        header = headers.read_header(memoryview(frame))
+        assert (header.codec, header.payload_length) == (headers.SPARSE, 1)
         assert sent_positions(frame).numel() == 0
 
 
@@ -392,7 +393,7 @@ def test_bad_arguments_of_converters() -> None:
 
 def test_recipes() -> None:
     for name in ("sbc", "stc", "topk"):
-        recipe = gradwire.catalogue.recipe(name)
+        recipe = gradwire.recipe(name)
         assert recipe.decay == 1 and isinstance(recipe.codec.converter, Sparse)
         assert recipe.codec.converter.p == 0.01
     assert str(gradwire.codec("topk:k=5")) == "topk:p=0.01,k=5,values=bf16,positions=auto"
@@ -419,7 +420,7 @@ def test_select_stops_before_what_is_not_finite(backend: str) -> None:
     check_same(memory[:done], x[:done] + e[:done] * 0.5)
     check_same(memory[done:], e[done:])
     job = Job(x, x, e.clone(), None)
-    with pytest.raises(gradwire.convert.job.NonFinite):
+    with pytest.raises(gradwire.convert.conversion.NonFinite):
         SBC().select(job)
 
 

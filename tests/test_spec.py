@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import GradwireError, SpecError
-from gradwire.catalogue import CATALOGUE
+from gradwire.catalogue.all_recipes import CATALOGUE
 
 MINIFLOAT = ["co3", "gennorm"]
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import SpecError
-from gradwire.aggregate.link import Link
-from gradwire.aggregate.word_sums import OverLink
+from gradwire.aggregate.sums.word_sums import OverLink
+from gradwire.aggregate.transport.link import Link
 from ranks import Net, Tensors, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
 
 WORLD = 3

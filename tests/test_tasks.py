@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradwire import SpecError, tasks
-from gradwire.tasks import DataError, Task, order, text
+from gradwire.tasks import DataError, Task, example_order, text
 from gradwire.tasks.base import evaluation_sums, loss_of
 from gradwire.tasks.images import random_crop_and_flip
 from gradwire.tasks.training import learning_rate_factor
@@ -28,8 +28,10 @@ def losses_of_first_steps(task: Task, steps: int, batch_size: int = 16) -> list[
     losses = []
     for step in range(steps):
         epoch, position = divmod(step, task.train_size // batch_size)
-        indices = order.batch_indices(order.epoch_order(task.train_size, 0, epoch), position, 0, 1, batch_size)
-        inputs, targets = task.train_batch(indices, order.augmentation_generator(0, epoch, position, 0))
+        indices = example_order.batch_indices(
+            example_order.epoch_order(task.train_size, 0, epoch), position, 0, 1, batch_size
+        )
+        inputs, targets = task.train_batch(indices, example_order.augmentation_generator(0, epoch, position, 0))
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -47,10 +49,10 @@ def parameters(task: Task) -> int:
 
 def test_workers_share_an_epoch_without_overlap() -> None:
     size, workers, batch = 103, 3, 8
-    shuffled = order.epoch_order(size, seed=5, epoch=2)
+    shuffled = example_order.epoch_order(size, seed=5, epoch=2)
     steps = size // (workers * batch)
     seen = torch.cat(
-        [order.batch_indices(shuffled, s, r, workers, batch) for s in range(steps) for r in range(workers)]
+        [example_order.batch_indices(shuffled, s, r, workers, batch) for s in range(steps) for r in range(workers)]
     )
     assert len(seen) == steps * workers * batch
     assert len(seen.unique()) == len(seen)
@@ -58,16 +60,16 @@ def test_workers_share_an_epoch_without_overlap() -> None:
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
-    first = order.epoch_order(1000, seed=1, epoch=0)
+    first = example_order.epoch_order(1000, seed=1, epoch=0)
     torch.manual_seed(99)
-    assert order.epoch_order(1000, seed=1, epoch=0).equal(first)
-    assert not order.epoch_order(1000, seed=2, epoch=0).equal(first)
-    assert not order.epoch_order(1000, seed=1, epoch=1).equal(first)
+    assert example_order.epoch_order(1000, seed=1, epoch=0).equal(first)
+    assert not example_order.epoch_order(1000, seed=2, epoch=0).equal(first)
+    assert not example_order.epoch_order(1000, seed=1, epoch=1).equal(first)
 
 
 def test_every_batch_has_its_own_randomness() -> None:
     keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
-    draws = {torch.rand(1, generator=order.augmentation_generator(*key)).item() for key in keys}
+    draws = {torch.rand(1, generator=example_order.augmentation_generator(*key)).item() for key in keys}
     assert len(draws) == len(keys)
 
 

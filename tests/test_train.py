@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import AggregateError, GradwireError, checkpoint, tasks
+from gradwire import AggregateError, GradwireError, tasks
+from gradwire.checkpoints import run_file
 from gradwire.cli import main
 from gradwire.cli.report import show
 from gradwire.tasks.training import Training
@@ -122,12 +123,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with started("--steps", str(STEPS), "--save", str(saved), "--save-every", "30") as process:
         wait_until_training(process, saved)
         os.killpg(process.pid, signal.SIGKILL)
-    assert checkpoint.load(saved).step % 30 == 0
+    assert run_file.load(saved).step % 30 == 0
     return saved
 
 
 def test_resuming_ends_as_if_never_stopped(straight: dict[str, Any], killed: Path, tmp_path: Path) -> None:
-    step = checkpoint.load(killed).step
+    step = run_file.load(killed).step
     assert 0 < step < STEPS
     resumed = figures(tmp_path / "figures.json", "--resume", str(killed))
     assert resumed["runs"][0]["digest"] == straight["runs"][0]["digest"]
@@ -139,23 +140,23 @@ def test_resuming_without_the_error_memory_ends_elsewhere(
     straight: dict[str, Any], killed: Path, tmp_path: Path
 ) -> None:
     """So the test above can fail: every part of the checkpoint counts."""
-    saved = checkpoint.load(killed)
+    saved = run_file.load(killed)
     for memory in saved.error_memory[1]["memory"].values():
         memory.zero_()
-    checkpoint.save(tmp_path / "run.pt", saved)
+    run_file.save(tmp_path / "run.pt", saved)
     resumed = figures(tmp_path / "figures.json", "--resume", str(tmp_path / "run.pt"))
     assert resumed["runs"][0]["digest"] != straight["runs"][0]["digest"]
 
 
 def test_resuming_on_three_workers(killed: Path, tmp_path: Path) -> None:
     """The command compares their replicas itself; `test_a_stray_replica_is_an_error` shows that it would notice."""
-    saved, after = checkpoint.load(killed), tmp_path / "after.pt"
+    saved, after = run_file.load(killed), tmp_path / "after.pt"
     more = ("--workers", "3", "--steps", str(saved.step + 20), "--save", str(after))
     resumed = figures(tmp_path / "figures.json", "--resume", str(killed), *more)
     assert resumed["workers"] == len(resumed["runs"][0]["per_worker"]) == 3
     assert resumed["runs"][0]["steps"] == saved.step + 20
     assert re.fullmatch("[0-9a-f]{64}", resumed["runs"][0]["digest"])
-    assert checkpoint.load(after).workers == 3
+    assert run_file.load(after).workers == 3
 
 
 def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_another_run_is_not_resumed(killed: Path, option: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_finished_run_is_not_resumed(killed: Path) -> None:
-    saved, digits = checkpoint.load(killed), tasks.find("digits")(Path())
+    saved, digits = run_file.load(killed), tasks.find("digits")(Path())
     assert Training(digits, settings(saved.step + 1), "co3", saved).last_step == saved.step + 1
     with pytest.raises(GradwireError, match=rf"at step {saved.step} already: give more --epochs or --steps"):
         Training(digits, settings(saved.step), "co3", saved)
@@ -244,7 +245,7 @@ def test_a_finished_run_is_not_resumed(killed: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_other_workers_go_on_behind_the_examples_seen(killed: Path) -> None:
     """Two workers with a batch of 32 did 8 steps of the epoch; one worker with a batch of 8 has 64 behind it."""
-    saved = checkpoint.load(killed)
+    saved = run_file.load(killed)
     training = Training(tasks.find("digits")(Path()), settings(STEPS), "co3", saved)
     assert (training.epoch, training.step_in_epoch) == (saved.epoch, saved.step_in_epoch * 2 * 32 // 8)
     memory = training.handle.state_dict()["memory"]
@@ -312,7 +313,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         assert process.returncode == 1
         assert re.fullmatch(r"error: worker 1 of 2 was killed \(SIGKILL\).*\n", error)
         assert gone(pids)
-    checkpoint.load(saved)  # what was saved last is whole
+    run_file.load(saved)  # what was saved last is whole
 
 
 @needs_proc

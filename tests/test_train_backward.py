@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import GradwireError, checkpoint, tasks
+from gradwire import GradwireError, tasks
+from gradwire.checkpoints import run_file
 from gradwire.cli.options import Options, resolve
-from gradwire.tasks import backward
+from gradwire.tasks import backward_option
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from helpers import free_ports
@@ -31,7 +32,9 @@ def test_exact_and_chosen_rows_in_one_command(
     summary = figures(tmp_path / "figures.json", "--codec", "none", "--codec", "co3", *options)
     assert summary["backward"] == ["none", "topk:k=0.5"]
     runs = {(run["codec"], run["backward"]): run for run in summary["runs"]}
-    assert list(runs) == [(codec, backward) for codec in ("none", "co3") for backward in ("none", "topk:k=0.5")]
+    assert list(runs) == [
+        (codec, backward_option) for codec in ("none", "co3") for backward_option in ("none", "topk:k=0.5")
+    ]
     assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1,centre=yes"
     assert [run["converted"] for run in runs.values()] == [[], ["6", "8"]] * 2
     assert len({run["digest"] for run in runs.values()}) == 4
@@ -44,7 +47,9 @@ CHOSEN = ("co3", "topk:k=0.25,decay=0.9", 1), ("none", "randk:k=3", 1), ("co3", 
 
 
 def chosen(steps: int, codec: str, backward: str, sync_every: int, **more: Any) -> Settings:
-    return dataclasses.replace(settings(steps), codecs=(codec,), backward=(backward,), sync_every=sync_every, **more)
+    return dataclasses.replace(
+        settings(steps), codecs=(codec,), backward=(backward_option,), sync_every=sync_every, **more
+    )
 
 
 def stopped(rank: int, folder: Path) -> list[Any]:
@@ -62,7 +67,7 @@ def stopped(rank: int, folder: Path) -> list[Any]:
         with contextlib.suppress(KeyError):
             Training(digits, asked, codec, None, rows).run(stop)
         dist.barrier()
-        saved = checkpoint.load(folder / f"{number}.pt")
+        saved = run_file.load(folder / f"{number}.pt")
         dist.barrier()  # before the file is replaced
         assert saved.step == 7
         assert not any("memory" in name for name in saved.model)
@@ -84,13 +89,13 @@ def test_row_memories_start_empty_on_other_workers(tmp_path: Path) -> None:
     digits, path = tasks.find("digits")(Path()), tmp_path / "run.pt"
     asked = chosen(2, "co3", "topk", 1, save=str(path))
     Training(digits, asked, "co3", None, "topk").run(lambda *_: None)
-    saved = checkpoint.load(path)
+    saved = run_file.load(path)
     go_on = dataclasses.replace(asked, steps=3)
     model = Training(digits, go_on, "co3", saved, "topk").model
-    torch.testing.assert_close(backward.split_state(model)[1], saved.row_memory[0], rtol=0, atol=0)
+    torch.testing.assert_close(backward_option.split_state(model)[1], saved.row_memory[0], rtol=0, atol=0)
     two = dataclasses.replace(saved, error_memory=saved.error_memory * 2, row_memory=saved.row_memory * 2)
     two.rng *= 2
-    assert not backward.split_state(Training(digits, go_on, "co3", two, "topk").model)[1]
+    assert not backward_option.split_state(Training(digits, go_on, "co3", two, "topk").model)[1]
 
 
 @pytest.mark.usefixtures("alone")
@@ -107,10 +112,10 @@ def test_checkpoints_from_before_backward_are_resumed(tmp_path: Path) -> None:
     Training(digits, dataclasses.replace(settings(2), save=str(path)), "co3").run(lambda *_: None)
     content = torch.load(path, weights_only=True)
     del content["settings"]["backward"], content["row_memory"]
-    checkpoint.write_whole(path, content)
+    run_file.write_whole(path, content)
     nothing = dict.fromkeys(field.name for field in dataclasses.fields(Options))
     asked, _ = resolve(Options(**nothing | {"device": "cpu", "data_dir": Path(), "resume": path}))
     assert asked.backward == ("none",)
     go_on = dataclasses.replace(asked, steps=3)
-    training = Training(digits, go_on, "co3", checkpoint.load(path), *asked.backward)
+    training = Training(digits, go_on, "co3", run_file.load(path), *asked.backward)
     assert (training.step, training.converted) == (2, [])

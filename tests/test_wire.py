@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire import FrameError, wire
-from gradwire.fields import Reader, varint
+from gradwire import FrameError
+from gradwire.frame import headers
+from gradwire.frame.byte_fields import Reader, varint
 from helpers import DTYPES, SPECS, assemble, bits, gradient, repair, use_backend
 from plain_coders import plain_varint
 from plain_decoder import plain_decode
@@ -159,7 +160,7 @@ def test_header_is_short(spec):
     """At most 20 bytes beside shape and payload (the page says 10 to 17)."""
     for tensor in (torch.tensor(1.0), torch.zeros(0), gradient(9), gradient(30_000).reshape(10, 3000)):
         frame = gradwire.codec(spec).encode(tensor)
-        header = wire.read_header(memoryview(frame))
+        header = headers.read_header(memoryview(frame))
         assert header.length == plain_decode(frame).header_bytes if len(frame) < 1000 else True
         shape = sum(len(plain_varint(d)) for d in tensor.shape)
         assert 10 <= header.length - shape <= 17
@@ -167,8 +168,8 @@ def test_header_is_short(spec):
 
 
 def test_longest_header():
-    assert wire.header_length((), 0) == 10
-    assert wire.header_length((), 2**56 - 1) == 17
+    assert headers.header_length((), 0) == 10
+    assert headers.header_length((), 2**56 - 1) == 17
 
 
 @given(st.integers(0, 2**56 - 1))
@@ -192,13 +193,13 @@ def test_varints_that_are_none(data):
 
 def test_frames_in_a_row():
     frames = [gradwire.codec(spec).encode(gradient(n)) for n, spec in ((0, "none"), (100, "co3"), (9, "fp16"))]
-    assert [bytes(f) for f in wire.split(memoryview(b"".join(frames)))] == frames
-    assert wire.split(memoryview(b"")) == []
+    assert [bytes(f) for f in headers.split(memoryview(b"".join(frames)))] == frames
+    assert headers.split(memoryview(b"")) == []
     for cut in range(1, len(frames[-1])):
         with pytest.raises(FrameError):
-            wire.split(memoryview(b"".join(frames)[:-cut]))
+            headers.split(memoryview(b"".join(frames)[:-cut]))
     with pytest.raises(FrameError):
-        wire.split(memoryview(frames[0] + b"\0"))
+        headers.split(memoryview(frames[0] + b"\0"))
 
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────────
@@ -243,7 +244,7 @@ def test_every_bit_flipped_and_the_checksum_repaired(backend, name):
 def test_every_byte_missing_or_doubled(backend, name):
     frame = golden("valid", name)
     for at in range(9, len(frame)):
-        header = wire.read_header(memoryview(frame))
+        header = headers.read_header(memoryview(frame))
         for changed in (frame[:at] + frame[at + 1 :], frame[: at + 1] + frame[at:]):
             check_fails_or_decodes(repair(changed))
             if at >= header.length:
@@ -290,7 +291,7 @@ def test_huge_sizes_are_refused_before_memory_is_taken(codec, payload, shape):
 @pytest.mark.parametrize("shape", [(2**48,), (2**48 + 1,), (2**24, 2**24), (2**30, 2**30), (2**47, 2**47, 2**47)])
 def test_no_tensor_has_2_to_the_48_elements(shape):
     with pytest.raises(FrameError):
-        wire.read_header(memoryview(assemble(CONSTANT, shape, 1)))
+        headers.read_header(memoryview(assemble(CONSTANT, shape, 1)))
 
 
 @pytest.mark.parametrize("shape", [(2**47, 0), (0, 2**47, 2**47), (2**40, 2**40, 0)])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import xdp_hosts
-from gradwire.aggregator.xdp import Xdp
+from gradwire.aggregator.xdp.engine import Xdp
 from xdp_hosts import XdpHosts
 from xdp_jobs import HOSTS, KEY, OTHER_KEY, job, one_round, serving
 from xdp_workers import ADD, DATA, OR, WORDS, exchange, packets, siphash

@@ -20,10 +20,10 @@ import pytest
 import xdp_hosts
 from aggregation import JOB, at_once, equal, some_words, sums
 from gradwire import AggregateError, GradwireError
-from gradwire.aggregate.in_network import InNetwork
+from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.serve import Server
-from gradwire.aggregator.xdp import Xdp
+from gradwire.aggregator.server import Server
+from gradwire.aggregator.xdp.engine import Xdp
 from xdp_hosts import SWITCH, XdpHosts, run
 from xdp_jobs import HOSTS, KEY, job, one_round, serving
 from xdp_workers import ADD, DATA, WORDS, exchange, packets

@@ -10,10 +10,10 @@ import torch
 from triton.runtime import interpreter
 
 from gradwire import kernels
-from gradwire.backward.choice import Choice
-from gradwire.backward.function import weight_gradient
-from gradwire.backward.memory import RowMemory
-from gradwire.backward.scales import Factors
+from gradwire.backward.autograd import weight_gradient
+from gradwire.backward.row_choice import Choice
+from gradwire.backward.row_memory import RowMemory
+from gradwire.backward.row_scales import Factors
 from gradwire.kernels.cuda import rows as triton_rows
 from gradwire.kernels.reference import rows as reference
 from gradwire.kernels.reference.rows import Side

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.xdp import Xdp
+from gradwire.aggregator.xdp.engine import Xdp
 from xdp_hosts import SWITCH, XdpHosts
 from xdp_workers import DATA, RESULT, WORDS, Workers, hello, packets
 

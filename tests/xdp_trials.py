@@ -14,8 +14,8 @@ from multiprocessing.synchronize import Event
 
 from aggregation import KEY
 from aggregator_trials import flood, read_options, trial, work
-from gradwire.aggregator.serve import Server
-from gradwire.aggregator.xdp import Xdp
+from gradwire.aggregator.server import Server
+from gradwire.aggregator.xdp.engine import Xdp
 from lossy import LossyProxy
 from xdp_hosts import SWITCH, XdpHosts, enter, missing
 

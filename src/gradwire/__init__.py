@@ -3,16 +3,17 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from . import backward, dcp, ddp, fsdp
-from .budget import allocate
-from .catalogue import codec, recipe, recipes
-from .codecs import Codec, decode
-from .data_parallel import DataParallel
-from .errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
-from .local_sgd import LocalSGD
+from gradwire import backward, dcp, ddp, fsdp
+from gradwire._version import __version__
+from gradwire.catalogue.all_recipes import codec, recipe, recipes
+from gradwire.catalogue.budget import allocate
+from gradwire.codecs import Codec, decode
+from gradwire.data_parallel import DataParallel
+from gradwire.errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
+from gradwire.local_sgd.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
-    from . import flower
+    from gradwire import flower
 else:
 
     def __getattr__(name):
@@ -22,7 +23,6 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__version__ = "0.1.0"
 __all__ = [
     "AggregateError",
     "CheckpointError",
@@ -32,6 +32,7 @@ __all__ = [
     "GradwireError",
     "LocalSGD",
     "SpecError",
+    "__version__",
     "allocate",
     "backward",
     "codec",

@@ -27,10 +27,10 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from .aggregate.link import Link
-from .aggregate.pieces import Spec
-from .errors import AggregateError, GradwireError
-from .gradients import Gradients, Handle, Options, Scaler, named_parameters
+from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.aggregate.transport.link import Link
+from gradwire.engine.gradients import Gradients, Handle, Options, Scaler, named_parameters
+from gradwire.errors import AggregateError, GradwireError
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
 BROADCAST = 2**24  # bytes at a time

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .errors import CheckpointError
-from .memories import AllRanks, Path, batches, exchanged, leaves, mean, place, put, with_shards
+from gradwire.checkpoints.rank_states import AllRanks, Path, batches, exchanged, leaves, mean, place, put, with_shards
+from gradwire.errors import CheckpointError
 
 FORMAT = "gradwire shard 1"
 

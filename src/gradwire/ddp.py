@@ -3,8 +3,8 @@
     handle = gradwire.ddp.attach(ddp_model, "co3")
 
 Every bucket that DDP hands us (`State.reduce`) is encoded and exchanged in a thread while backward goes on; the last
-bucket's call waits for all of them (`aggregate/reducer.py` has the steps). After it the error memories are committed,
-or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled back on all ranks.
+bucket's call waits for all of them (`aggregate/exchanges/reducer.py` has the steps). After it the error memories are
+committed, or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled back on all ranks.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .aggregate import presence
-from .aggregate.pieces import Spec
-from .errors import GradwireError
-from .gradients import Gradients, Handle, Options, Scaler, named_parameters
-from .memories import refuse_pickling
+from gradwire.aggregate.messages import present_tensors
+from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.checkpoints.rank_states import refuse_pickling
+from gradwire.engine.gradients import Gradients, Handle, Options, Scaler, named_parameters
+from gradwire.errors import GradwireError
 
 
 class State(Gradients):
@@ -63,7 +63,9 @@ class State(Gradients):
             if self.plain:
                 return self._reduce_plainly(bucket, named)
             # What no rank used DDP does not write back, so that momentum sent for it would be lost, too.
-            unused = [name for name, gradient in named if presence.is_zero(gradient)] if self._finds_unused else ()
+            unused = (
+                [name for name, gradient in named if present_tensors.is_zero(gradient)] if self._finds_unused else ()
+            )
             self.submit((bucket.index(), buffer.numel()), named, unused)
             self._pending.append((buffer, future))
             if bucket.is_last():

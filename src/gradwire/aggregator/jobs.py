@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .engine import Address, Session
-from .packets import Join
+from gradwire.aggregator.engine import Address, Session
+from gradwire.aggregator.packet.packet_format import Join
 
 
 @dataclass(frozen=True)

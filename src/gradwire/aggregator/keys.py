@@ -6,8 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
-from ..errors import SpecError
-from .packets import KEY_BYTES
+from gradwire.aggregator.packet.packet_format import KEY_BYTES
+from gradwire.errors import SpecError
 
 VARIABLE = "GRADWIRE_KEY"
 

@@ -10,11 +10,11 @@ import time
 import warnings
 from collections.abc import Callable
 
-from ..errors import GradwireError
-from . import packets
-from .engine import Address, Engine, Session
-from .jobs import Job, Limits, Member, distance
-from .packets import Join, Kind, Packet
+from gradwire.aggregator.engine import Address, Engine, Session
+from gradwire.aggregator.jobs import Job, Limits, Member, distance
+from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet.packet_format import Join, Kind, Packet
+from gradwire.errors import GradwireError
 
 BYTES_A_SLOT = 2 * 1408
 """Two banks."""
@@ -34,7 +34,7 @@ class Registry:
         self.key, self.engine, self.limits, self.clock = key, engine, limits or Limits(), clock
         self.jobs: dict[bytes, Job] = {}
         self.sessions: dict[int, tuple[bytes, Job]] = {}
-        self._secret = os.urandom(packets.KEY_BYTES)
+        self._secret = os.urandom(packet_format.KEY_BYTES)
         # Seconds since 1970: a number that no aggregator of before a restart has used.
         self._last_session = int(time.time()) & 0x7FFFFFFF
         self._last_gone = 0.0
@@ -42,11 +42,11 @@ class Registry:
 
     def handle(self, datagram: bytes, address: Address) -> Replies:
         """What to answer to a packet that the engine has not served."""
-        if datagram[3:4] in _SHARED_KEY and not packets.is_coded(datagram, self.key):
+        if datagram[3:4] in _SHARED_KEY and not packet_format.is_coded(datagram, self.key):
             self.forged += 1
             return []
         try:
-            packet = packets.unpack(datagram)
+            packet = packet_format.unpack(datagram)
             match packet.kind:
                 case Kind.HELLO:
                     return self._hello(packet, address)
@@ -56,7 +56,7 @@ class Registry:
                     return self._of_session(packet, address)
                 case Kind.DATA:
                     return self._gone(packet.session, address)
-        except packets.BadPacket:
+        except packet_format.BadPacket:
             pass
         return []
 
@@ -79,12 +79,12 @@ class Registry:
     def _cookie(self, nonce: bytes, address: Address, ago: int = 0) -> bytes:
         period = int(self.clock() / COOKIE_SECONDS) - ago
         text = f"{address[0]} {address[1]} {period} ".encode()
-        return packets.code(self._secret, text + nonce).to_bytes(8, "little")
+        return packet_format.code(self._secret, text + nonce).to_bytes(8, "little")
 
     def _hello(self, packet: Packet, address: Address) -> Replies:
-        if len(packet.payload) != packets.HELLO_BYTES:
+        if len(packet.payload) != packet_format.HELLO_BYTES:
             return []
-        nonce = packet.payload[: packets.NONCE_BYTES]
+        nonce = packet.payload[: packet_format.NONCE_BYTES]
         return [(self._pack(Kind.CHALLENGE, nonce + self._cookie(nonce, address)), address)]
 
     def _join(self, join: Join, worker: int, address: Address) -> Replies:
@@ -93,7 +93,7 @@ class Registry:
         reason = self._objection(join, worker)
         if reason:
             self.refused += 1
-            return [(self._pack(Kind.REFUSE, packets.refuse(join.nonce, reason)), address)]
+            return [(self._pack(Kind.REFUSE, packet_format.refuse(join.nonce, reason)), address)]
         job = self.jobs.setdefault(join.job, Job(join.world))
         job.last_heard = self.clock()
         known = job.members.get(worker)
@@ -104,17 +104,17 @@ class Registry:
                 return gone + self._begin_session(join.job, job)
         elif known.join.nonce != join.nonce:
             reason = f"worker {worker} has joined elsewhere, later"
-            return [(self._pack(Kind.REFUSE, packets.refuse(join.nonce, reason)), address)]
+            return [(self._pack(Kind.REFUSE, packet_format.refuse(join.nonce, reason)), address)]
         else:
             gone = []
             known.address = address
         answer = job.members[worker].answer
-        waiting = self._pack(Kind.WAIT, packets.wait(join.nonce, job.waiting()))
+        waiting = self._pack(Kind.WAIT, packet_format.wait(join.nonce, job.waiting()))
         return [*gone, (answer or waiting, address)]
 
     def _objection(self, join: Join, worker: int) -> str | None:
-        if not 1 <= join.world <= packets.MOST_WORKERS:
-            return f"{join.world} workers: it takes 1 to {packets.MOST_WORKERS}"
+        if not 1 <= join.world <= packet_format.MOST_WORKERS:
+            return f"{join.world} workers: it takes 1 to {packet_format.MOST_WORKERS}"
         if worker >= join.world:
             return f"worker {worker} of {join.world}: they count from 0"
         job = self.jobs.get(join.job)
@@ -139,8 +139,8 @@ class Registry:
         if reason is not None:
             return self._refuse(members, reason)
         self._last_session = self._last_session % 0xFFFFFFFF + 1
-        nonce = os.urandom(packets.NONCE_BYTES)
-        key = packets.session_key(self.key, name, nonce)
+        nonce = os.urandom(packet_format.NONCE_BYTES)
+        key = packet_format.session_key(self.key, name, nonce)
         session = Session(self._last_session, key, tuple(member.address for member in members), slots)
         try:
             self.engine.open(session)
@@ -151,14 +151,14 @@ class Registry:
         self.sessions[job.session.number] = name, job
         first = min(member.join.operations for member in members)
         for member in members:
-            accept = packets.Accept(member.join.nonce, nonce, job.session.number, slots, first)
+            accept = packet_format.Accept(member.join.nonce, nonce, job.session.number, slots, first)
             member.answer = self._pack(Kind.ACCEPT, accept.pack())
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _refuse(self, members: list[Member], reason: str) -> Replies:
         self.refused += len(members)
         for member in members:
-            member.answer = self._pack(Kind.REFUSE, packets.refuse(member.join.nonce, reason))
+            member.answer = self._pack(Kind.REFUSE, packet_format.refuse(member.join.nonce, reason))
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _end_session(self, job: Job) -> Replies:
@@ -168,7 +168,7 @@ class Registry:
             return []
         self.engine.close(session.number)
         del self.sessions[session.number]
-        gone = self._pack(Kind.GONE, packets.gone(session.number), session.number)
+        gone = self._pack(Kind.GONE, packet_format.gone(session.number), session.number)
         return [(gone, address) for address in session.addresses]
 
     def _gone(self, session: int, address: Address) -> Replies:
@@ -181,7 +181,7 @@ class Registry:
         if now - self._last_gone < GONE_EVERY or to_come or session in self.sessions:
             return []
         self._last_gone = now
-        return [(self._pack(Kind.GONE, packets.gone(session), session), address)]
+        return [(self._pack(Kind.GONE, packet_format.gone(session), session), address)]
 
     def _of_session(self, packet: Packet, address: Address) -> Replies:
         name, job = self.sessions.get(packet.session, (b"", None))
@@ -200,8 +200,8 @@ class Registry:
         job.last_heard = self.clock()
         left = [worker for worker, member in job.members.items() if member.left and worker != packet.worker]
         if left:
-            answer = self._pack(Kind.GONE, packets.gone(session.number, left[0]), session.number)
+            answer = self._pack(Kind.GONE, packet_format.gone(session.number, left[0]), session.number)
         else:
-            told = packets.tell(self.engine.heard(session.number))
+            told = packet_format.tell(self.engine.heard(session.number))
             answer = Packet(Kind.TELL, session.number, payload=told).pack(session.key)
         return [(answer, session.addresses[packet.worker])]

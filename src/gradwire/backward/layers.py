@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import GradwireError
-from .choice import Choice
-from .function import LinearFunction, PointwiseFunction, in_autocast
-from .memory import RowMemory
-from .scales import Scales
+from gradwire.backward.autograd import LinearFunction, PointwiseFunction, in_autocast
+from gradwire.backward.row_choice import Choice
+from gradwire.backward.row_memory import RowMemory
+from gradwire.backward.row_scales import Scales
+from gradwire.errors import GradwireError
 
 MEMORIES = ("weight_memory_inputs", "weight_memory_outputs")
 

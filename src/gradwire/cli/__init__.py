@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from .. import GradwireError, __version__
+from gradwire import GradwireError, __version__
 
 COMMANDS = ("train", "inspect", "recipes", "aggregator")
 

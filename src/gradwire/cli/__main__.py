@@ -1,5 +1,5 @@
 """`python -m gradwire.cli` does what `gradwire` does: the form that torchrun's `-m` takes."""
 
-from . import main
+from gradwire.cli import main
 
 main()

@@ -13,11 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from typer import Option
 
-from ..aggregator import keys
-from ..aggregator.engine import Address, Engine
-from ..aggregator.jobs import Limits
-from ..aggregator.serve import Server
-from ..errors import GradwireError, SpecError
+from gradwire.aggregator import keys
+from gradwire.aggregator.engine import Address, Engine
+from gradwire.aggregator.jobs import Limits
+from gradwire.aggregator.server import Server
+from gradwire.errors import GradwireError, SpecError
 
 SHOWN = {
     "packets": "packets received",
@@ -111,13 +111,13 @@ def _make_engine(name: str, bind: Address, interfaces: list[str]) -> Engine:
     if name == "userspace":
         if interfaces:
             raise SpecError("--interface is for --engine xdp")
-        from ..aggregator.userspace import Userspace
+        from gradwire.aggregator.userspace_engine import Userspace
 
         return Userspace(bind)
     if name != "xdp":
         raise SpecError(f"--engine {name}: there are userspace and xdp")
     try:
-        from ..aggregator.xdp import Xdp
+        from gradwire.aggregator.xdp.engine import Xdp
     except ImportError as error:
         raise GradwireError(f"this build has no XDP engine ({error}): use --engine userspace") from None
     return Xdp(bind, interfaces=interfaces)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__, tasks
-from ..catalogue import recipe
-from ..errors import GradwireError
-from ..tasks.federated.settings import FederatedSettings
-from ..tasks.training import own_device
-from . import federated_report, simulation
-from .launch import cores
-from .options import Options, check_values, writable
-from .report import write_json
-from .rounds import Rounds
+from gradwire import __version__, tasks
+from gradwire.catalogue.all_recipes import recipe
+from gradwire.cli import federated_report, flower_simulation
+from gradwire.cli.federated_progress import Rounds
+from gradwire.cli.launch_workers import cores
+from gradwire.cli.options import Options, check_values, writable
+from gradwire.cli.report import write_json
+from gradwire.errors import GradwireError
+from gradwire.tasks.federated.settings import FederatedSettings
+from gradwire.tasks.training import own_device
 
 CLIENTS, MOST_PER_ROUND, ROUNDS, LOCAL_EPOCHS = 10, 10, 20, 1
 # Options of workers, and what takes their place.
@@ -59,18 +59,18 @@ class FederatedOptions:
 
 def train(options: Options, federated: FederatedOptions) -> None:
     """Run once per codec on Flower's simulation engine, and show what came out."""
-    simulation.check_installed()
-    simulation.prepare()
+    flower_simulation.check_installed()
+    flower_simulation.prepare()
     settings, codecs = resolve(options, federated)
     json = writable(options.json, "--json")
-    from ..tasks.federated.run import FederatedRun
+    from gradwire.tasks.federated.run import FederatedRun
 
     try:
         with Rounds(settings.rounds) as rounds:
             runs = [FederatedRun(settings, codec, *rounds.of(settings.rate or codec)) for codec in codecs]
-            simulation.simulate(runs)
+            flower_simulation.simulate(runs)
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        simulation.leave(interrupt)
+        flower_simulation.leave(interrupt)
     summary = {"gradwire": __version__, "torch": torch.__version__, "federated": True, **settings.shared()}
     summary |= {"codecs": codecs, "runs": [run.figures() for run in runs]}
     federated_report.show(summary)
@@ -80,7 +80,7 @@ def train(options: Options, federated: FederatedOptions) -> None:
 
 def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSettings, list[str]]:
     """The settings and the codecs; whatever is wrong with the options is said here."""
-    from ..flower import rate
+    from gradwire.flower.shared import adaptive_rate
 
     for name, fix in OF_WORKERS.items():
         if getattr(options, name):
@@ -96,7 +96,7 @@ def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSet
     if per_round > clients:
         raise GradwireError(f"--per-round {per_round} is more than there are: give --clients {per_round} or more")
     if federated.rate:
-        rate.parse(federated.rate)
+        adaptive_rate.parse(federated.rate)
         if options.codecs:
             raise GradwireError(
                 "--codec does not go with --rate, by which the server chooses the recipe: leave one out"
@@ -119,7 +119,7 @@ def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSet
         budget=_budget(federated.budget) if federated.budget else None,
         rate=federated.rate,
     )
-    threads = options.threads or max(1, cores() // simulation.actors(settings))
+    threads = options.threads or max(1, cores() // flower_simulation.actors(settings))
     codecs = options.codecs or ["co3"]
     for codec in codecs:
         _recipe(codec, "--codec")
@@ -134,7 +134,7 @@ def _recipe(spec: str, option: str) -> str:
 
 
 def _budget(text: str) -> int:
-    from ..flower.fit import parse_bytes
+    from gradwire.flower.client.byte_budget import parse_bytes
 
     if not (count := parse_bytes(text)):
         raise GradwireError("--budget must be above 0: leave it out for none")

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from .report import table
-from .rounds import decimal
+from gradwire.cli.federated_progress import decimal
+from gradwire.cli.report import table
 
 NOT_METRICS = ("round", "upload_bytes", "download_bytes", "seconds")
 

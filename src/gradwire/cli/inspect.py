@@ -17,10 +17,10 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer import Option
 
-from .. import wire
-from ..errors import GradwireError
-from ..formats import parse_format
-from ..inspection import frames, plot, tables, tensor_files, tensors
+from gradwire.errors import GradwireError
+from gradwire.float_formats import parse_format
+from gradwire.frame import headers
+from gradwire.inspection import frames, plot, tables, tensor_files, tensors
 
 PATIENCE = 2.0  # seconds without a progress bar
 EPILOG = """
@@ -51,7 +51,7 @@ def inspect(
 ) -> None:
     """Look into a frame, or see how tensors are distributed and what they would take on the wire."""
     console = Console()
-    if _first_bytes(file) == wire.MAGIC:
+    if _first_bytes(file) == headers.MAGIC:
         if plot_file is not None:
             raise GradwireError(f"--plot draws tensors; {file} holds frames")
         figures = _inspect_frames(file, limit, console)
@@ -72,7 +72,7 @@ inspect.__doc__ = f"{inspect.__doc__}\n{EPILOG}"
 def _first_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            start = file.read(len(wire.MAGIC))
+            start = file.read(len(headers.MAGIC))
     except OSError as error:
         raise GradwireError(f"cannot read {path}: {error.strerror}") from None
     if not start:

@@ -6,12 +6,13 @@ import dataclasses
 import os
 from pathlib import Path
 
-from .. import checkpoint, tasks
-from ..errors import GradwireError, unknown_name
-from ..gradients import AGGREGATIONS
-from ..tasks import backward as rows
-from ..tasks.parallel import spelled_out, sums
-from ..tasks.settings import SHARED, Settings
+from gradwire import tasks
+from gradwire.checkpoints import run_file
+from gradwire.engine.gradients import AGGREGATIONS
+from gradwire.errors import GradwireError, unknown_name
+from gradwire.tasks import backward_option as rows
+from gradwire.tasks.settings import SHARED, Settings
+from gradwire.tasks.worker_sync import spelled_out, sums
 
 MINIMUM_ONE = ("workers", "sync_every", "epochs", "steps", "batch_size", "save_every", "threads")
 MOST_THREADS = 4096
@@ -52,10 +53,10 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     What is not given comes from the checkpoint that is resumed, or from the task.
     """
     check_values(options)
-    saved = checkpoint.load(options.resume) if options.resume else None
+    saved = run_file.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
     if saved and not set(SHARED) - {"aggregate", "backward"} <= set(before):  # older checkpoints have none
-        raise checkpoint.CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
+        raise run_file.CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
     task = options.task or before.get("task", "digits")
     defaults = tasks.find(task).defaults
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
@@ -138,7 +139,7 @@ def writable(path: Path | None, option: str) -> str | None:
     return str(path)
 
 
-def _check_same_run(settings: Settings, saved: checkpoint.Checkpoint, path: Path | None) -> None:
+def _check_same_run(settings: Settings, saved: run_file.Checkpoint, path: Path | None) -> None:
     before = saved.settings
     for name, now, then in (
         ("task", settings.task, before["task"]),
@@ -147,6 +148,6 @@ def _check_same_run(settings: Settings, saved: checkpoint.Checkpoint, path: Path
         ("backward", *(rows.spelled_out(b[0]) for b in (settings.backward, before.get("backward", [rows.EXACT])))),
     ):
         if now != then:
-            raise checkpoint.CheckpointError(
+            raise run_file.CheckpointError(
                 f"{path} is a run with --{name} {then}, not {now}: leave out --{name} to go on with it"
             )

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ..tasks.training import Training
+from gradwire.tasks.training import Training
 
 LINES = 5  # per run, where there is no terminal
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument
 
-from .. import catalogue
+from gradwire.catalogue import all_recipes
 
 
 def recipes(
@@ -28,10 +28,10 @@ def recipes(
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in ("recipe", "when to use it, and when not", "paper"):
             table.add_column(heading, no_wrap=heading == "recipe")
-        for entry in catalogue.recipes():
+        for entry in all_recipes.recipes():
             table.add_row(entry.name, entry.description, entry.paper)
     else:
-        chosen = catalogue.recipe(name)
+        chosen = all_recipes.recipe(name)
         table = Table(title=chosen.entry.description, caption=chosen.entry.paper, box=box.SIMPLE_HEAD)
         table.add_column("parameter")
         table.add_column("value")

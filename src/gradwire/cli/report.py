@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .progress import plural
+from gradwire.cli.progress import plural
 
 PHASES = ("compute", "encode", "wait", "decode")
 

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from typer import Option
 
-from ..errors import GradwireError
-from ..gradients import AGGREGATIONS
-from ..tasks import TASKS
-from . import federated as federated_runs
-from . import launch, worker
-from .federated import FederatedOptions
-from .options import TIMEOUT, Options, resolve
+from gradwire.cli import federated as federated_runs
+from gradwire.cli import launch_workers, worker
+from gradwire.cli.federated import FederatedOptions
+from gradwire.cli.options import TIMEOUT, Options, resolve
+from gradwire.engine.gradients import AGGREGATIONS
+from gradwire.errors import GradwireError
+from gradwire.tasks import TASKS
 
 DEFAULT_WORKERS = 2
 FEDERATED = "Federated learning, on Flower's simulation engine"
@@ -167,4 +167,4 @@ def train(
     if world:
         worker.run(settings)
     else:
-        launch.launch(settings, workers or workers_before or DEFAULT_WORKERS)
+        launch_workers.launch(settings, workers or workers_before or DEFAULT_WORKERS)

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__, checkpoint, tasks
-from ..errors import AggregateError, GradwireError
-from ..tasks.settings import Settings
-from ..tasks.training import Training
-from . import one_line
-from .progress import Progress
-from .report import show, write_json
+from gradwire import __version__, tasks
+from gradwire.checkpoints import run_file
+from gradwire.cli import one_line
+from gradwire.cli.progress import Progress
+from gradwire.cli.report import show, write_json
+from gradwire.errors import AggregateError, GradwireError
+from gradwire.tasks.settings import Settings
+from gradwire.tasks.training import Training
 
 
 def run(settings: Settings) -> None:
@@ -36,7 +37,7 @@ def run(settings: Settings) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     task = tasks.find(settings.task)(Path(settings.data_dir))
-    saved = checkpoint.load(Path(settings.resume)) if settings.resume else None
+    saved = run_file.load(Path(settings.resume)) if settings.resume else None
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
     _say_if_aggregator_is_lost()
     try:

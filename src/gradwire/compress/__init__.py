@@ -12,12 +12,12 @@ from typing import TypeGuard
 
 import numpy as np
 
-from .. import kernels
-from ..errors import FrameError
-from ..fields import Reader
-from ..formats import Format
-from ..models import gennorm, histogram
-from . import huffman, rans
+from gradwire import kernels
+from gradwire.compress import huffman, rans
+from gradwire.errors import FrameError
+from gradwire.float_formats import Format
+from gradwire.frame.byte_fields import Reader
+from gradwire.models import gennorm, histogram
 
 RAW, CONSTANT, HUFFMAN, RANS = 0, 1, 2, 3
 NO_MODEL, GENNORM, HISTOGRAM = 0, 1, 2

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .. import kernels
+from gradwire import kernels
 
 LARGEST = 47  # gaps are below 2⁴⁸
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from .. import compress, kernels
-from ..errors import FrameError
-from ..fields import Reader, varint
-from . import golomb
+from gradwire import compress, kernels
+from gradwire.compress import golomb
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, varint
 
 GOLOMB, CLASSES = 0, 1
 WAYS = ("auto", "golomb", "rans")

@@ -9,9 +9,9 @@ import struct
 
 import numpy as np
 
-from .. import kernels
-from ..errors import FrameError
-from ..fields import Reader, varint
+from gradwire import kernels
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, varint
 
 MAX_LANE_BITS = 6
 BITS_PER_LANE = 1 << 13  # of coded data: two bytes a lane are then at most 0.2%

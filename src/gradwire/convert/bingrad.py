@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import kernels
-from .job import Job
-from .level_stats import clip_limits
-from .levels import EXPLICIT, SYMMETRIC, Levels
+from gradwire import kernels
+from gradwire.convert.conversion import Job
+from gradwire.convert.level_stats import clip_limits
+from gradwire.convert.levels import EXPLICIT, SYMMETRIC, Levels
 
 
 class BinGrad(Levels):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..errors import FrameError
-from ..wire import CAST, DTYPES, Header
-from .job import Converter, Job, combine, limit_to, require_finite
+from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.errors import FrameError
+from gradwire.frame.headers import CAST, DTYPES, Header
 
 TARGETS = (torch.float16, torch.bfloat16)
 

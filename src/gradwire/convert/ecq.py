@@ -15,16 +15,16 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from .. import compress, kernels
-from ..compress import rans
-from ..errors import FrameError
-from ..fields import Reader, bfloat16, varint
-from ..wire import GRID, SEGMENTED, Header
-from .grid_fit import Fit, Target, choose
-from .grid_search import Grid
-from .job import Converter, Job, combine, limit_to
-from .minifloat import read_segments, read_step, round_step, write
-from .outliers import Outliers, read_outliers, write_outliers
+from gradwire import compress, kernels
+from gradwire.compress import rans
+from gradwire.convert.conversion import Converter, Job, combine, limit_to
+from gradwire.convert.grid_fit import Fit, Target, choose
+from gradwire.convert.grid_search import Grid
+from gradwire.convert.minifloat import read_segments, read_step, round_step, write
+from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, bfloat16, varint
+from gradwire.frame.headers import GRID, SEGMENTED, Header
 
 DEFAULT_RATE = 2.0
 MAX_OFFSETS = 15

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .. import compress, kernels
-from ..models import histogram
-from .grid_search import Curve, Grid
-from .job import Job, NonFinite
+from gradwire import compress, kernels
+from gradwire.convert.conversion import Job, NonFinite
+from gradwire.convert.grid_search import Curve, Grid
+from gradwire.models import histogram
 
 SEARCHED = 1 << 14  # entries of a sample on which the step for a rate is searched
 PART, WHOLE = 0.005, 0.012  # of the rate: what is off by more is corrected, after part of a sample or all of it

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import kernels
-from .minifloat import LARGEST_STEP, SMALLEST_STEP, round_step
+from gradwire import kernels
+from gradwire.convert.minifloat import LARGEST_STEP, SMALLEST_STEP, round_step
 
 SHIFTS = tuple(s / 16 for s in range(8, 1, -1))  # ½ is rounding to nearest; the less, the wider is the cell of zero
 FIRST = 2  # the shift with which the search begins: 6/16

@@ -12,15 +12,15 @@ import struct
 import numpy as np
 import torch
 
-from .. import kernels
-from ..errors import FrameError, GradwireError
-from ..fields import Reader, varint
-from ..homomorphic import code
-from ..homomorphic.grid import BITS, Grid, by_largest, by_rms, exponent_of
-from ..homomorphic.plan import INDEXES, LANES, MOST_CELLS, MOST_WORDS, Plan, choose
-from ..wire import HOMOMORPHIC, Header
-from .job import Converter, Job, NonFinite, combine, limit_to, require_finite
-from .topk import TopK
+from gradwire import kernels
+from gradwire.convert.conversion import Converter, Job, NonFinite, combine, limit_to, require_finite
+from gradwire.convert.topk import TopK
+from gradwire.errors import FrameError, GradwireError
+from gradwire.frame.byte_fields import Reader, varint
+from gradwire.frame.headers import HOMOMORPHIC, Header
+from gradwire.homomorphic import code
+from gradwire.homomorphic.grid import BITS, Grid, by_largest, by_rms, exponent_of
+from gradwire.homomorphic.plan import INDEXES, LANES, MOST_CELLS, MOST_WORDS, Plan, choose
 
 WHOLE = 4096  # entries: of smaller tensors, all are sent
 TRIES = 8  # of other seeds, before the sketch grows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..errors import FrameError
-from ..fields import Reader
-from .job import limit_to
+from gradwire.convert.conversion import limit_to
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # in the order of the wire
 LARGEST = 2.0**126  # magnitude: differences of two levels are then finite

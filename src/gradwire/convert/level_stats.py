@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import kernels
-from .job import Job
-from .level_numbers import LARGEST
+from gradwire import kernels
+from gradwire.convert.conversion import Job
+from gradwire.convert.level_numbers import LARGEST
 
 
 def stats(job: Job, starts: np.ndarray) -> dict[str, np.ndarray]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .. import compress, kernels
-from ..errors import FrameError, SpecError
-from ..fields import Reader, varint
-from ..wire import LEVELS, SEGMENTED, Header
-from .job import Converter, Job, combine, limit_to, require_finite
-from .level_numbers import LARGEST, PRECISIONS, pack_numbers, read_numbers, round_outward, round_to
+from gradwire import compress, kernels
+from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.convert.level_numbers import LARGEST, PRECISIONS, pack_numbers, read_numbers, round_outward, round_to
+from gradwire.errors import FrameError, SpecError
+from gradwire.frame.byte_fields import Reader, varint
+from gradwire.frame.headers import LEVELS, SEGMENTED, Header
 
 EXPLICIT, EVEN, SYMMETRIC = 0, 1, 2
 MOST_LEVELS = 255

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .job import Job
-from .level_stats import stats
-from .levels import EVEN, Levels
+from gradwire.convert.conversion import Job
+from gradwire.convert.level_stats import stats
+from gradwire.convert.levels import EVEN, Levels
 
 
 class Linear(Levels):

@@ -18,11 +18,11 @@ import math
 import numpy as np
 import torch
 
-from ..errors import SpecError
-from ..models import gennorm, weighted_lloyd
-from . import magnitudes
-from .job import Job, limit_to
-from .sparse import MAGNITUDES, Sparse
+from gradwire.convert import magnitudes
+from gradwire.convert.conversion import Job, limit_to
+from gradwire.convert.sparse import MAGNITUDES, Sparse
+from gradwire.errors import SpecError
+from gradwire.models import gennorm, weighted_lloyd
 
 MOST_BITS = 6
 SAMPLE = 1 << 14  # entries that levels are fitted to; an outlier that is not among them is sent as less than it is

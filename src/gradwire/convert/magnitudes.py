@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .. import compress, kernels
-from ..errors import FrameError
-from ..fields import Reader
-from .job import limit_to
-from .levels import choose
+from gradwire import compress, kernels
+from gradwire.convert.conversion import limit_to
+from gradwire.convert.levels import choose
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader
 
 MOST = 127  # magnitudes, so that a symbol of either sign is a byte
 INFINITY = 0x7F80  # as bf16

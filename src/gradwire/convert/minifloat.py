@@ -15,14 +15,14 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from .. import compress, kernels
-from ..compress import rans
-from ..errors import FrameError
-from ..fields import Reader, bfloat16, varint
-from ..formats import PRESETS, SPECIALS, Format
-from ..models import gennorm
-from ..wire import MINIFLOAT, SEGMENTED, Header
-from .job import Converter, Job, NonFinite, combine, limit_to
+from gradwire import compress, kernels
+from gradwire.compress import rans
+from gradwire.convert.conversion import Converter, Job, NonFinite, combine, limit_to
+from gradwire.errors import FrameError
+from gradwire.float_formats import PRESETS, SPECIALS, Format
+from gradwire.frame.byte_fields import Reader, bfloat16, varint
+from gradwire.frame.headers import MINIFLOAT, SEGMENTED, Header
+from gradwire.models import gennorm
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried

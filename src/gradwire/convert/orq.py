@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import kernels
-from ..errors import SpecError
-from .job import Job
-from .level_stats import clip_limits
-from .levels import Levels
+from gradwire import kernels
+from gradwire.convert.conversion import Job
+from gradwire.convert.level_stats import clip_limits
+from gradwire.convert.levels import Levels
+from gradwire.errors import SpecError
 
 MOST = 129
 

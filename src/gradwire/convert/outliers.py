@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import kernels
-from ..errors import FrameError
-from ..fields import Reader, varint
-from ..kernels.reference.grid import EXCESS_LIMIT, GAP_LIMIT
+from gradwire import kernels
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, varint
+from gradwire.kernels.reference.grid import EXCESS_LIMIT, GAP_LIMIT
 
 LOOKED_AT = 4096  # outliers by which the parameters are chosen
 Outliers = tuple[np.ndarray, np.ndarray]  # positions, ascending; signed multiples

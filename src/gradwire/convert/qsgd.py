@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .job import Job
-from .level_stats import at_least, stats
-from .levels import SYMMETRIC, Levels
+from gradwire.convert.conversion import Job
+from gradwire.convert.level_stats import at_least, stats
+from gradwire.convert.levels import SYMMETRIC, Levels
 
 
 class QSGD(Levels):

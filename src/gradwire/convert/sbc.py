@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import kernels
-from .job import Job
-from .sparse import ONE_VALUE, Sparse, one_value
+from gradwire import kernels
+from gradwire.convert.conversion import Job
+from gradwire.convert.sparse import ONE_VALUE, Sparse, one_value
 
 
 class SBC(Sparse):

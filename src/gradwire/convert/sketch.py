@@ -13,11 +13,11 @@ import struct
 import numpy as np
 import torch
 
-from .. import kernels
-from ..errors import FrameError
-from ..fields import Reader, varint
-from ..wire import SKETCH, Header
-from .job import Converter, Job, combine, limit_to, require_finite
+from gradwire import kernels
+from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, varint
+from gradwire.frame.headers import SKETCH, Header
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
 ROWS = (1, 3, 5, 7)

@@ -15,13 +15,14 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from .. import kernels, wire
-from ..compress import positions as coding
-from ..errors import FrameError, SpecError, unknown_name
-from ..fields import Reader, varint
-from ..wire import MINIFLOAT, SPARSE, Header
-from . import magnitudes, minifloat
-from .job import Converter, Job, NonFinite, limit_to, require_finite
+from gradwire import kernels
+from gradwire.compress import positions as coding
+from gradwire.convert import magnitudes, minifloat
+from gradwire.convert.conversion import Converter, Job, NonFinite, limit_to, require_finite
+from gradwire.errors import FrameError, SpecError, unknown_name
+from gradwire.frame import headers
+from gradwire.frame.byte_fields import Reader, varint
+from gradwire.frame.headers import MINIFLOAT, SPARSE, Header
 
 ONE_VALUE, ONE_MAGNITUDE, FP32, FP16, BF16, SMALL_FLOATS, MAGNITUDES = range(7)  # how values travel
 DTYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
@@ -130,9 +131,9 @@ def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> tor
     """Which entries a sparse frame holds (flat, ascending, int64); all of them for a stored one."""
     data = frame.numpy() if isinstance(frame, torch.Tensor) else frame
     view = memoryview(np.frombuffer(data, dtype=np.uint8))
-    header, payload = wire.open_frame(view)
+    header, payload = headers.open_frame(view)
     limit = max(DEFAULT_LIMIT, POSITIONS_PER_BYTE * len(view))
-    if header.codec == wire.STORED and header.elements <= limit:
+    if header.codec == headers.STORED and header.elements <= limit:
         return torch.arange(header.elements)
     if header.codec != SPARSE or not header.elements:
         raise FrameError("not a sparse frame: it does not tell positions")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .. import kernels
-from .job import Job
-from .sparse import ONE_MAGNITUDE, Sparse, one_value
+from gradwire import kernels
+from gradwire.convert.conversion import Job
+from gradwire.convert.sparse import ONE_MAGNITUDE, Sparse, one_value
 
 
 class STC(Sparse):

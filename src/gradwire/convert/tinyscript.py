@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from .job import Job
-from .level_numbers import LARGEST
-from .level_stats import stats
-from .levels import Levels
+from gradwire.convert.conversion import Job
+from gradwire.convert.level_numbers import LARGEST
+from gradwire.convert.level_stats import stats
+from gradwire.convert.levels import Levels
 
 SHAPES = np.geomspace(0.25, 4.0, 97)
 RATIOS = np.array([math.gamma(1 + 1 / c) ** 2 / math.gamma(1 + 2 / c) for c in SHAPES])  # grows with the shape

@@ -11,11 +11,11 @@ from fractions import Fraction
 
 import torch
 
-from .. import kernels
-from ..formats import parse_format
-from .job import Job, limit_to
-from .minifloat import Minifloat
-from .sparse import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, Sparse, received
+from gradwire import kernels
+from gradwire.convert.conversion import Job, limit_to
+from gradwire.convert.minifloat import Minifloat
+from gradwire.convert.sparse import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, Sparse, received
+from gradwire.float_formats import parse_format
 
 CASTS = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 

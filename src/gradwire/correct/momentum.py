@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..errors import GradwireError, SpecError
+from gradwire.errors import GradwireError, SpecError
 
 MOMENTS = ("momentum_buffer", "exp_avg")  # what SGD and RMSprop, and the Adams call it
 

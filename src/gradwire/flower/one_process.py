@@ -18,7 +18,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from . import store
+from gradwire.flower.client import state_store
 
 RUN = 1
 UserConfig = dict[str, bool | float | int | str]
@@ -80,13 +80,13 @@ class OneProcess(Grid):
 
     def handled(self, message: Message, context: Context) -> Message:
         """The client's reply; an error reply where the client raised, as Flower's engines have it."""
-        store.in_simulation = True
+        state_store.in_simulation = True
         try:
             return self.client(message, context)
         except Exception as error:
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, repr(error)), reply_to=message)
         finally:
-            store.in_simulation = False
+            state_store.in_simulation = False
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(i) for i in message_ids if i in self._replies]

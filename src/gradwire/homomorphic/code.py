@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import kernels
-from ..errors import GradwireError
-from .plan import LANES, Plan
+from gradwire import kernels
+from gradwire.errors import GradwireError
+from gradwire.homomorphic.plan import LANES, Plan
 
 
 @dataclass(frozen=True)

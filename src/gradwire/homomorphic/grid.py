@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import SpecError
+from gradwire.errors import SpecError
 
 BITS = (32, 16, 8, 4)
 SMALLEST = 2.0**-126  # step: a normal fp32 number

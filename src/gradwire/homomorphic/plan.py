@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import GradwireError
+from gradwire.errors import GradwireError
 
 LANES = (1, 4, 16)
 INDEXES = ("dense", "bitmap", "bloom")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import compress
-from ..compress import huffman
-from ..formats import Format
-from ..models import gennorm, histogram
-from . import goodness
+from gradwire import compress
+from gradwire.compress import huffman
+from gradwire.float_formats import Format
+from gradwire.inspection import goodness
+from gradwire.models import gennorm, histogram
 
 MASS = 1 << 40  # masses become integer counts before the coder's own normalization
 

@@ -6,18 +6,19 @@ import struct
 
 import numpy as np
 
-from .. import compress, wire
-from ..compress import positions
-from ..convert import homomorphic, level_numbers, levels, magnitudes, sketch, sparse
-from ..errors import FrameError
-from ..fields import Reader
-from .frame_report import FrameReport, describe_symbols
+from gradwire import compress
+from gradwire.compress import positions
+from gradwire.convert import homomorphic, level_numbers, levels, magnitudes, sketch, sparse
+from gradwire.errors import FrameError
+from gradwire.frame import headers
+from gradwire.frame.byte_fields import Reader
+from gradwire.inspection.frame_report import FrameReport, describe_symbols
 
 TABLES = {levels.EXPLICIT: "explicit", levels.EVEN: "even", levels.SYMMETRIC: "symmetric"}
 VALUES = ("one value", "one magnitude and signs", "fp32", "fp16", "bf16", "minifloat", "magnitudes and signs")
 
 
-def describe_levels(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+def describe_levels(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
     layout, count, kind, precision = levels.read_side(reader, header)
     level_numbers.read_numbers(reader, layout.sizes, levels.widths(kind, count), precision)
@@ -32,7 +33,7 @@ def describe_levels(report: FrameReport, header: wire.Header, payload: np.ndarra
     }
 
 
-def describe_sparse(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+def describe_sparse(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     """Positions and values both count as symbols; the coder is that of the positions."""
     reader = Reader(payload.data)
     sent = reader.varint(header.elements)
@@ -58,7 +59,7 @@ def describe_sparse(report: FrameReport, header: wire.Header, payload: np.ndarra
     report.symbol_bytes = len(payload) - report.side_bytes
 
 
-def describe_sketch(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+def describe_sketch(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
     table, columns, kept = reader.byte(), reader.varint(header.elements), reader.varint(header.elements)
     scale, seed = struct.unpack("<fQ", reader.take(12))
@@ -80,7 +81,7 @@ def describe_sketch(report: FrameReport, header: wire.Header, payload: np.ndarra
     }
 
 
-def describe_homomorphic(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+def describe_homomorphic(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
     plan, grid = homomorphic.read_side(reader, header)
     report.format, report.steps, report.side_bytes = f"{grid.bits}-bit sums", [grid.step], reader.position

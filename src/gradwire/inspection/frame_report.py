@@ -6,11 +6,12 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .. import compress, wire
-from ..compress import rans
-from ..errors import FrameError
-from ..fields import Reader
-from ..formats import Format
+from gradwire import compress
+from gradwire.compress import rans
+from gradwire.errors import FrameError
+from gradwire.float_formats import Format
+from gradwire.frame import headers
+from gradwire.frame.byte_fields import Reader
 
 CODERS = {number: name for name, number in compress.CODERS.items()} | {compress.CONSTANT: "constant"}
 MODELS = {compress.NO_MODEL: None, compress.GENNORM: "gennorm", compress.HISTOGRAM: "histogram"}
@@ -66,7 +67,7 @@ class FrameReport:
 
 
 def describe_symbols(
-    report: FrameReport, header: wire.Header, reader: Reader, alphabet: Format | compress.Alphabet
+    report: FrameReport, header: headers.Header, reader: Reader, alphabet: Format | compress.Alphabet
 ) -> None:
     """Of all that the reader has left; the side information is what it has read."""
     coding = compress.read_head(reader, alphabet)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import codecs, compress, wire
-from ..convert import ecq, minifloat
-from ..errors import FrameError
-from ..fields import Reader
-from ..models import gennorm
-from .frame_families import describe_homomorphic, describe_levels, describe_sketch, describe_sparse
-from .frame_report import FrameReport, describe_symbols
+from gradwire import codecs, compress
+from gradwire.convert import ecq, minifloat
+from gradwire.errors import FrameError
+from gradwire.frame import headers
+from gradwire.frame.byte_fields import Reader
+from gradwire.inspection.frame_families import describe_homomorphic, describe_levels, describe_sketch, describe_sparse
+from gradwire.inspection.frame_report import FrameReport, describe_symbols
+from gradwire.models import gennorm
 
-FLAGS = {wire.NONFINITE: "non-finite", wire.SEGMENTED: "segmented"}
+FLAGS = {headers.NONFINITE: "non-finite", headers.SEGMENTED: "segmented"}
 NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic")  # in the order of the wire
 LIMITED = {
-    wire.LEVELS: describe_levels, wire.SPARSE: describe_sparse, wire.SKETCH: describe_sketch,
-    wire.HOMOMORPHIC: describe_homomorphic,
+    headers.LEVELS: describe_levels, headers.SPARSE: describe_sparse, headers.SKETCH: describe_sketch,
+    headers.HOMOMORPHIC: describe_homomorphic,
 }  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def describe(frame: bytes | memoryview) -> FrameReport:
     """All about one frame; FrameError if its checksum or a field is wrong."""
     header, payload = codecs.open_frame(codecs.as_bytes(frame))
     report = FrameReport(
-        version=wire.VERSION,
+        version=headers.VERSION,
         codec=NAMES[header.codec],
         dtype=str(header.dtype).removeprefix("torch."),
         shape=header.shape,
@@ -33,9 +34,9 @@ def describe(frame: bytes | memoryview) -> FrameReport:
         symbol_bytes=header.payload_length,
         dense_bytes=header.elements * header.dtype.itemsize,
     )
-    if header.codec == wire.MINIFLOAT:
+    if header.codec == headers.MINIFLOAT:
         _describe_minifloat(report, header, payload)
-    elif header.codec == wire.GRID:
+    elif header.codec == headers.GRID:
         _describe_grid(report, header, payload)
     elif header.codec in LIMITED:
         # Reading these takes time and memory in proportion to their entries: as many as `decode` would allow.
@@ -45,7 +46,7 @@ def describe(frame: bytes | memoryview) -> FrameReport:
     return report
 
 
-def _describe_minifloat(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+def _describe_minifloat(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
     fmt = minifloat.read_format(reader)
     report.format, report.steps = str(fmt), _read_steps(reader, header)
@@ -56,7 +57,7 @@ def _describe_minifloat(report: FrameReport, header: wire.Header, payload: np.nd
         report.beta, report.zero_mass = float(gennorm.BETAS[index]), zero_mass / gennorm.ZERO_STEPS
 
 
-def _describe_grid(report: FrameReport, header: wire.Header, payload: np.ndarray) -> None:
+def _describe_grid(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     reader = Reader(payload.data)
     largest, _ = ecq.read_points(reader)
     report.format, report.steps = f"grid of {2 * largest + 1}", _read_steps(reader, header)
@@ -70,8 +71,8 @@ def _describe_grid(report: FrameReport, header: wire.Header, payload: np.ndarray
     report.details = {"outlier bytes": outliers}
 
 
-def _read_steps(reader: Reader, header: wire.Header) -> list[float]:
-    if header.flags & wire.SEGMENTED:
+def _read_steps(reader: Reader, header: headers.Header) -> list[float]:
+    if header.flags & headers.SEGMENTED:
         return [step for _, step in minifloat.read_segments(reader, header.elements)]
     return [minifloat.read_step(reader)]
 
@@ -83,7 +84,7 @@ def describe_message(message: bytes, limit: int = 0) -> tuple[list[FrameReport],
     while position < len(message):
         number += 1
         try:
-            end = position + wire.read_header(memoryview(message)[position:]).frame_length
+            end = position + headers.read_header(memoryview(message)[position:]).frame_length
             if end > len(message):
                 raise FrameError(f"cut short: {len(message) - position} of {end - position} bytes")
             report = describe(memoryview(message)[position:end])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..models import gennorm
+from gradwire.models import gennorm
 
 SAMPLE = 100_000
 SEED = 0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import GradwireError
-from . import goodness
+from gradwire.errors import GradwireError
+from gradwire.inspection import goodness
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from .frame_report import FrameReport
-from .tensors import TensorReport
+from gradwire.inspection.frame_report import FrameReport
+from gradwire.inspection.tensors import TensorReport
 
 FAMILIES = {"normal": "Normal", "laplace": "Laplace", "gennorm": "GenNorm"}
 MODELS = FAMILIES | {"gennorm+zeros": "GN+zeros", "histogram": "histogram"}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import GradwireError
+from gradwire.errors import GradwireError
 
 LARGEST_VIEW = 1 << 32  # bytes that a tensor may show of fewer bytes in the file
 Named = list[tuple[str, torch.Tensor]]

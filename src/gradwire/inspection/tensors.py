@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import kernels
-from ..catalogue import codec
-from ..formats import Format, parse_format
-from . import code_lengths, frames, goodness
+from gradwire import kernels
+from gradwire.catalogue.all_recipes import codec
+from gradwire.float_formats import Format, parse_format
+from gradwire.inspection import code_lengths, frames, goodness
 
 HUGE = 1 << 24  # entries; of larger tensors an even sample stands for the whole
 SIZES = ("fp4", "fp8", "e2m1", "e4m3")

@@ -11,9 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import ddp
-from ..aggregate.pieces import Spec
-from ..errors import GradwireError
+from gradwire import ddp
+from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.errors import GradwireError
 
 
 class Compress(pl.Callback):

@@ -15,10 +15,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .. import ddp
-from ..aggregate.pieces import Spec
-from ..checkpoint import write_whole
-from ..errors import GradwireError
+from gradwire import ddp
+from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.checkpoints.run_file import write_whole
+from gradwire.errors import GradwireError
 
 FILE = "gradwire.pt"  # in the Trainer's checkpoint folders
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import warnings
 
-from .reference import *  # noqa: F403
-from .rows import Side, join_rows, largest, take_rows  # noqa: F401
+from gradwire.kernels.reference import *  # noqa: F403
+from gradwire.kernels.rows import Side, join_rows, largest, take_rows  # noqa: F401
 
 if not os.environ.get("GRADWIRE_NO_NATIVE"):
     try:
-        from .cpu import *  # noqa: F403
+        from gradwire.kernels.cpu import *  # noqa: F403
     except ImportError:
         warnings.warn(
             "gradwire's native module is not built: everything works, slowly. Install gradwire from its source "

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
-from .reference import rows as reference
-from .reference.rows import Side
+from gradwire.kernels.reference import rows as reference
+from gradwire.kernels.reference.rows import Side
 
 __all__ = ["Side", "join_rows", "largest", "take_rows"]
 

@@ -19,7 +19,7 @@ from importlib import resources
 import numpy as np
 import torch
 
-from ..formats import PRESETS, Format
+from gradwire.float_formats import PRESETS, Format
 
 GRID = 128
 BETAS = 0.1 * 40.0 ** (np.arange(GRID) / (GRID - 1))  # 0.1 … 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import FrameError
+from gradwire.errors import FrameError
 
 
 def normalize(counts: np.ndarray, precision: int) -> np.ndarray:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..errors import unknown_name
-from .base import DataError, Defaults, Task
-from .cifar10 import Cifar10, Cifar10Small
-from .digits import Digits
-from .fashion_mnist import FashionMnist
-from .text import Text
+from gradwire.errors import unknown_name
+from gradwire.tasks.base import DataError, Defaults, Task
+from gradwire.tasks.cifar10 import Cifar10, Cifar10Small
+from gradwire.tasks.digits import Digits
+from gradwire.tasks.fashion_mnist import FashionMnist
+from gradwire.tasks.text import Text
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, FashionMnist, Cifar10, Cifar10Small, Text)}
 

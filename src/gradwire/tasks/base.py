@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import GradwireError
+from gradwire.errors import GradwireError
 
 EVALUATION_BATCH = 256
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from .base import DataError, Defaults
-from .images import ImageTask, LabelledImages, random_crop_and_flip
-from .resnet import ResNet20
+from gradwire.tasks.base import DataError, Defaults
+from gradwire.tasks.images import ImageTask, LabelledImages, random_crop_and_flip
+from gradwire.tasks.resnet import ResNet20
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (CIFAR-10 python version)"
 BATCHES = "cifar-10-batches-py"

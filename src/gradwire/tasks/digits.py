@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from .base import Defaults
-from .images import ImageTask, LabelledImages
+from gradwire.tasks.base import Defaults
+from gradwire.tasks.images import ImageTask, LabelledImages
 
 
 class Digits(ImageTask):

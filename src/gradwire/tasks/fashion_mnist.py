@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from .base import DataError, Defaults
-from .images import ImageTask, LabelledImages
+from gradwire.tasks.base import DataError, Defaults
+from gradwire.tasks.images import ImageTask, LabelledImages
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (Debian: the package dataset-fashion-mnist)"
 # The folder itself, or as torchvision lays it out below its root.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .base import Batch, Task, checksum
+from gradwire.tasks.base import Batch, Task, checksum
 
 
 class LabelledImages(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .base import Batch, DataError, Defaults, Task, checksum
+from gradwire.tasks.base import Batch, DataError, Defaults, Task, checksum
 
 CONTEXT = 128  # bytes of text in an example
 TRAIN_BYTES = 2_000_000

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import checkpoint
-from ..checkpoint import Checkpoint, CheckpointError
-from ..errors import AggregateError, GradwireError
-from . import backward as rows
-from . import order, rng
-from .base import Task, evaluation_sums, loss_of
-from .parallel import parallelize, spelled_out
-from .results import summarize
-from .settings import Settings
+from gradwire.checkpoints import run_file
+from gradwire.checkpoints.run_file import Checkpoint, CheckpointError
+from gradwire.errors import AggregateError, GradwireError
+from gradwire.tasks import backward_option as rows
+from gradwire.tasks import example_order, generator_state
+from gradwire.tasks.base import Task, evaluation_sums, loss_of
+from gradwire.tasks.run_figures import summarize
+from gradwire.tasks.settings import Settings
+from gradwire.tasks.worker_sync import parallelize, spelled_out
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
@@ -55,7 +55,7 @@ class Training:
         self.step = self.epoch = self.step_in_epoch = 0
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
-        torch.manual_seed(order.derived_seed(settings.seed, self.rank))
+        torch.manual_seed(example_order.derived_seed(settings.seed, self.rank))
         if saved:
             self._restore(saved)
         self.last_step = settings.steps or self.step + self._steps_to_epoch(settings.epochs or 0)
@@ -96,9 +96,9 @@ class Training:
         start = time.perf_counter()
         seed, epoch, step = self.settings.seed, self.epoch, self.step_in_epoch
         if step == 0 or not hasattr(self, "_order"):
-            self._order = order.epoch_order(self.task.train_size, seed, epoch)
-        indices = order.batch_indices(self._order, step, self.rank, self.workers, self.settings.batch_size)
-        generator = order.augmentation_generator(seed, epoch, step, self.rank)
+            self._order = example_order.epoch_order(self.task.train_size, seed, epoch)
+        indices = example_order.batch_indices(self._order, step, self.rank, self.workers, self.settings.batch_size)
+        generator = example_order.augmentation_generator(seed, epoch, step, self.rank)
         inputs, targets = self.task.train_batch(indices, generator)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * learning_rate_factor(self.step, self.last_step)
@@ -127,7 +127,7 @@ class Training:
     def _common_digest(self) -> str:
         """The digest of the parameters, which must be the same everywhere."""
         digests: list[Any] = [None] * self.workers
-        dist.all_gather_object(digests, checkpoint.digest(self.model))
+        dist.all_gather_object(digests, run_file.digest(self.model))
         different = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
         if different:
             raise AggregateError(f"replicas differ: rank {', '.join(different)} has other parameters than rank 0")
@@ -138,7 +138,7 @@ class Training:
         with self.parallel.common_parameters():
             plain, row_memory = rows.split_state(self.model)
             model = {name: tensor.clone() for name, tensor in plain.items()}
-        own = (rng.state(self.device), self.parallel.state_dict(), row_memory)
+        own = (generator_state.state(self.device), self.parallel.state_dict(), row_memory)
         gathered: list[Any] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(own, gathered)
         if gathered:
@@ -154,7 +154,7 @@ class Training:
                 error_memory=list(error_memory),
                 row_memory=list(memories_of_rows),
             )
-            checkpoint.save(path, saved)
+            run_file.save(path, saved)
 
     def _restore(self, saved: Checkpoint) -> None:
         try:
@@ -172,9 +172,9 @@ class Training:
         seen = saved.step_in_epoch * saved.settings["batch_size"] * saved.workers
         self.step_in_epoch = min(seen // (self.settings.batch_size * self.workers), self.steps_per_epoch - 1)
         if saved.workers == self.workers:
-            rng.restore(self.device, saved.rng[self.rank])
+            generator_state.restore(self.device, saved.rng[self.rank])
         else:
-            torch.manual_seed(order.derived_seed(self.settings.seed, self.step, self.rank))
+            torch.manual_seed(example_order.derived_seed(self.settings.seed, self.step, self.rank))
 
     def _steps_to_epoch(self, epoch: int) -> int:
         return (epoch - self.epoch) * self.steps_per_epoch - self.step_in_epoch

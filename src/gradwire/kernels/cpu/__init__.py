@@ -3,8 +3,8 @@
 What it does not cover (tensors on other devices, and operations that cost nothing) stays with the reference.
 """
 
-from .dense import *  # noqa: F403
-from .grid import *  # noqa: F403
-from .homomorphic import *  # noqa: F403
-from .levels import *  # noqa: F403
-from .sparse import *  # noqa: F403
+from gradwire.kernels.cpu.dense import *  # noqa: F403
+from gradwire.kernels.cpu.grid import *  # noqa: F403
+from gradwire.kernels.cpu.homomorphic import *  # noqa: F403
+from gradwire.kernels.cpu.levels import *  # noqa: F403
+from gradwire.kernels.cpu.sparse import *  # noqa: F403

@@ -7,11 +7,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ... import _native
-from ...errors import FrameError
-from ...formats import Format
-from ..reference import dense as reference
-from ..reference.dense import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequantize, histogram
+from gradwire import _native
+from gradwire.errors import FrameError
+from gradwire.float_formats import Format
+from gradwire.kernels.reference import dense as reference
+from gradwire.kernels.reference.dense import RUN, SAMPLE, SAMPLE_RUNS, chunk_size, compensate, dequantize, histogram
 
 __all__ = [
     "absmax", "chunk_size", "compensate", "crc32", "dequantize", "histogram", "huffman_decode", "huffman_encode",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ... import _native
-from ...errors import FrameError
-from ..reference import grid as reference
-from ..reference.dense import chunk_size
-from ..reference.grid import LOGS, Measured, Outliers
-from .dense import _array, _bytes, _native_can, _seed
+from gradwire import _native
+from gradwire.errors import FrameError
+from gradwire.kernels.cpu.dense import _array, _bytes, _native_can, _seed
+from gradwire.kernels.reference import grid as reference
+from gradwire.kernels.reference.dense import chunk_size
+from gradwire.kernels.reference.grid import LOGS, Measured, Outliers
 
 __all__ = ["add_at", "grid_measure", "grid_quantize", "grid_rans", "pack_outliers", "unpack_outliers"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ... import _native
-from ..reference import homomorphic as reference
-from ..reference.homomorphic import Peeled, Quantized
-from .dense import _array, _native_can, _seed
+from gradwire import _native
+from gradwire.kernels.cpu.dense import _array, _native_can, _seed
+from gradwire.kernels.reference import homomorphic as reference
+from gradwire.kernels.reference.homomorphic import Peeled, Quantized
 
 __all__ = [
     "align_words", "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel",

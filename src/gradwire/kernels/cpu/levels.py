@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ... import _native
+from gradwire import _native
 
 __all__ = ["assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from ... import _native
-from ..reference import rows as reference
-from ..reference.rows import Side
+from gradwire import _native
+from gradwire.kernels.reference import rows as reference
+from gradwire.kernels.reference.rows import Side
 
 __all__ = ["can", "join_rows", "largest", "take_rows"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ... import _native
-from ...errors import FrameError
-from ..reference import sparse as reference
-from ..reference.sparse import Selection
-from .dense import _array, _bytes, _native_can
+from gradwire import _native
+from gradwire.errors import FrameError
+from gradwire.kernels.cpu.dense import _array, _bytes, _native_can
+from gradwire.kernels.reference import sparse as reference
+from gradwire.kernels.reference.sparse import Selection
 
 __all__ = [
     "gap_classes", "gap_counts", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps",

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import rows as reference
+from gradwire.kernels.reference import rows as reference
 
 __all__ = ["largest"]
 

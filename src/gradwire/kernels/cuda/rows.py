@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import rows as reference
-from ..reference.rows import Side
-from .largest import largest
+from gradwire.kernels.cuda.largest import largest
+from gradwire.kernels.reference import rows as reference
+from gradwire.kernels.reference.rows import Side
 
 __all__ = ["can", "join_rows", "largest", "take_rows"]
 

@@ -3,8 +3,8 @@
 The native kernels (`cpu`) must give the same results bit for bit, errors included; the tests compare them.
 """
 
-from .dense import *  # noqa: F403
-from .grid import *  # noqa: F403
-from .homomorphic import *  # noqa: F403
-from .levels import *  # noqa: F403
-from .sparse import *  # noqa: F403
+from gradwire.kernels.reference.dense import *  # noqa: F403
+from gradwire.kernels.reference.grid import *  # noqa: F403
+from gradwire.kernels.reference.homomorphic import *  # noqa: F403
+from gradwire.kernels.reference.levels import *  # noqa: F403
+from gradwire.kernels.reference.sparse import *  # noqa: F403

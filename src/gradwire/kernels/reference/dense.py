@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 import torch
 
-from ...errors import FrameError
-from ...formats import Format
+from gradwire.errors import FrameError
+from gradwire.float_formats import Format
 
 SAMPLE_RUNS, RUN = 1024, 64
 SAMPLE = SAMPLE_RUNS * RUN  # tensors up to this size are looked at whole

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...errors import FrameError
-from .dense import compensate, dequantize, inverse, uniform
+from gradwire.errors import FrameError
+from gradwire.kernels.reference.dense import compensate, dequantize, inverse, uniform
 
 __all__ = [
     "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "add_at", "grid_capacity", "grid_edges", "grid_measure",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .dense import compensate, mix, uniform
+from gradwire.kernels.reference.dense import compensate, mix, uniform
 
 __all__ = [
     "align_words", "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel",

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from .dense import compensate, histogram, uniform
+from gradwire.kernels.reference.dense import compensate, histogram, uniform
 
 __all__ = ["LANES", "assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 

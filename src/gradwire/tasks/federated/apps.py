@@ -15,11 +15,11 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from ...errors import AggregateError
-from .client import action, client_app
-from .run import FederatedRun
-from .stoppable import Stoppable
-from .strategy import LONGEST_REASON
+from gradwire.errors import AggregateError
+from gradwire.tasks.federated.client import action, client_app
+from gradwire.tasks.federated.run import FederatedRun
+from gradwire.tasks.federated.stoppable import Stoppable
+from gradwire.tasks.federated.strategy import LONGEST_REASON
 
 PATIENCE = 300.0  # seconds for clients to appear
 

@@ -9,12 +9,12 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from ...errors import GradwireError
-from ...flower import compress
-from ..order import derived_seed
-from ..training import learning_rate_factor
-from .gradients import Gradients, gradients_for
-from .settings import FederatedSettings
+from gradwire.errors import GradwireError
+from gradwire.flower import compress
+from gradwire.tasks.example_order import derived_seed
+from gradwire.tasks.federated.gradients import Gradients, gradients_for
+from gradwire.tasks.federated.settings import FederatedSettings
+from gradwire.tasks.training import learning_rate_factor
 
 Answer = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, Answer], Message]

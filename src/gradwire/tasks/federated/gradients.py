@@ -10,9 +10,9 @@ import functools
 
 import torch
 
-from ..base import loss_of
-from ..training import own_device
-from .settings import FederatedSettings
+from gradwire.tasks.base import loss_of
+from gradwire.tasks.federated.settings import FederatedSettings
+from gradwire.tasks.training import own_device
 
 State = dict[str, torch.Tensor]
 WARM_UP = 3  # passes before a capture, as CUDA graphs want them

@@ -9,13 +9,13 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from ... import checkpoint
-from ...catalogue import recipe
-from ...flower import Compressed
-from ..base import evaluation_sums
-from ..training import own_device
-from .settings import FederatedSettings
-from .strategy import OnFailure, SeededFedAvg
+from gradwire.catalogue.all_recipes import recipe
+from gradwire.checkpoints import run_file
+from gradwire.flower import Compressed
+from gradwire.tasks.base import evaluation_sums
+from gradwire.tasks.federated.settings import FederatedSettings
+from gradwire.tasks.federated.strategy import OnFailure, SeededFedAvg
+from gradwire.tasks.training import own_device
 
 OnRound = Callable[[dict[str, float]], None]  # the figures of a round: those of the history
 
@@ -56,7 +56,7 @@ class FederatedRun:
             "codec": self.settings.rate or self.codec,
             "spec": self.settings.rate or str(recipe(self.codec)),
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "digest": checkpoint.digest(self.model),
+            "digest": run_file.digest(self.model),
             "history": self.history,
             **{name: traffic[name] for name in ("messages", "replies", "upload_bytes", "download_bytes")},
             "upload_per_client": mean_up,

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import find
-from ..base import Task
-from ..images import ImageTask, LabelledImages
-from ..partition import partition
-from ..training import own_device
+from gradwire.tasks import find
+from gradwire.tasks.base import Task
+from gradwire.tasks.client_partition import partition
+from gradwire.tasks.images import ImageTask, LabelledImages
+from gradwire.tasks.training import own_device
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from ...flower.around import Around
+from gradwire.flower.server.grid_wrapper import Around
 
 PULL_EVERY = 0.05  # seconds
 

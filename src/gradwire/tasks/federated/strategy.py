@@ -11,10 +11,10 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from ...errors import AggregateError
-from ...flower import message_bytes
-from ..order import derived_seed
-from .settings import FederatedSettings
+from gradwire.errors import AggregateError
+from gradwire.flower import message_bytes
+from gradwire.tasks.example_order import derived_seed
+from gradwire.tasks.federated.settings import FederatedSettings
 
 LONGEST_REASON = 300
 OnFailure = Callable[[int, int, str], None]  # round, client, reason

@@ -1,0 +1,111 @@
+"""How a worker joins a job at the aggregator: HELLO, CHALLENGE, JOIN, and the wait for the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet.packet_format import Accept, Join, Kind, Packet
+from gradwire.errors import AggregateError, SpecError
+
+if TYPE_CHECKING:
+    from gradwire._native import AggregatorClient
+
+SLOTS = 2048
+AGAIN = 0.1
+"""Seconds until a packet is sent again."""
+NEW_COOKIE = 4.0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who joins what."""
+
+    address: str
+    key: bytes
+    job: bytes
+    worker: int
+    world: int
+    clock: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
+    """What makes a time of the monotonic clock: one that was set back would make this worker an earlier one."""
+
+
+def resolve(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SpecError(f"aggregator {address!r}: it is HOST:PORT, such as 10.0.0.1:9999")
+    try:
+        return socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_DGRAM)[0][4][:2]  # type: ignore[return-value]
+    except OSError as error:
+        raise SpecError(f"aggregator {address!r}: {error.strerror or error}") from None
+
+
+def join(client: AggregatorClient, who: Membership, operations: int, deadline: float) -> Accept:
+    """Wait until all workers are there; `deadline` is of time.monotonic(). AggregateError that says what to do."""
+    nonce, started = os.urandom(packet_format.NONCE_BYTES), who.clock + time.monotonic_ns()
+    cookie, cookie_until, next_send = b"", 0.0, 0.0
+    joined: list[int] | None = None  # what the aggregator last said
+    nobody_listens = False
+    while (now := time.monotonic()) < deadline:
+        if client.stopped():
+            raise AggregateError("the connection to the aggregator was closed while joining")
+        if now >= next_send:
+            next_send = now + AGAIN
+            if now > cookie_until:
+                cookie = b""
+            wanted = Join(nonce, cookie, who.job, who.world, SLOTS, started, operations).pack() if cookie else b""
+            kind, payload = (Kind.JOIN, wanted) if cookie else (Kind.HELLO, packet_format.hello(nonce))
+            client.send(Packet(kind, worker=who.worker, payload=payload).pack(who.key))
+        for packet in receive(client, min(next_send, deadline) - now, who.key):
+            if packet.payload[: packet_format.NONCE_BYTES] != nonce:
+                continue
+            rest = packet.payload[packet_format.NONCE_BYTES :]
+            if packet.kind == Kind.CHALLENGE and not cookie and len(rest) == 8:
+                cookie, cookie_until, next_send = rest, now + NEW_COOKIE, 0.0
+            elif packet.kind == Kind.WAIT and len(rest) == 8:
+                bits = int.from_bytes(rest, "little")
+                joined = [worker for worker in range(who.world) if bits >> worker & 1]
+            elif packet.kind == Kind.REFUSE:
+                raise AggregateError(f"the aggregator at {who.address} refuses: {rest.decode(errors='replace')}")
+            elif packet.kind == Kind.ACCEPT:
+                return _checked(Accept.unpack(packet.payload), who)
+        nobody_listens = nobody_listens or client.refused()
+    raise AggregateError(_why(who, joined, nobody_listens))
+
+
+def receive(client: AggregatorClient, seconds: float, key: bytes) -> list[Packet]:
+    """Packets of the control plane that bear the right code."""
+    found = []
+    for datagram in client.receive(max(0.0, seconds)):
+        try:
+            packet = packet_format.unpack(datagram)
+        except packet_format.BadPacket:
+            continue
+        if packet.kind not in packet_format.OF_SESSION and packet.is_coded_with(key):
+            found.append(packet)
+    return found
+
+
+def _checked(accept: Accept, who: Membership) -> Accept:
+    if not 1 <= accept.slots <= SLOTS:
+        raise AggregateError(f"the aggregator at {who.address} grants {accept.slots} slots: is it of another version?")
+    return accept
+
+
+def _why(who: Membership, joined: list[int] | None, nobody_listens: bool) -> str:
+    if joined is not None:
+        missing = ", ".join(str(worker) for worker in range(who.world) if worker not in joined)
+        return f"workers that have not joined the aggregator at {who.address} in time: {missing}"
+    if nobody_listens:
+        return (
+            f"nothing listens at {who.address}: start it with `gradwire aggregator`, or mend the address; UDP must"
+            " pass in both directions"
+        )
+    return (
+        f"no answer from an aggregator at {who.address}: either none runs there (start it with `gradwire"
+        " aggregator`) or UDP does not pass, or its key is another one: GRADWIRE_KEY must be the same there and here"
+    )

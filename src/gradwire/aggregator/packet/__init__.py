@@ -1,0 +1,1 @@
+"""The packet that workers and the aggregator exchange (docs/aggregator.md)."""

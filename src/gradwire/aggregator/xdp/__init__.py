@@ -1,0 +1,1 @@
+"""The XDP engine: packets are added up in the kernel's data path."""

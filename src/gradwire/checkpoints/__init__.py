@@ -1,0 +1,1 @@
+"""What outlives a process: the states of all ranks as one, and the checkpoint file of a run."""

@@ -1,0 +1,186 @@
+"""The states of all ranks as one, for checkpoints: gathered, and given out again to any number of workers.
+
+On the same number of workers every rank gets its own state back, bit for bit. On another, all start from the mean of
+the error memories: the gradient is a mean over workers, so that what is still to be sent stays the same in total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import CheckpointError, GradwireError
+
+FORMAT = "gradwire memories 1"
+BATCH_BYTES = 1 << 28  # of tensors that are on their way, or read, at a time
+Path = tuple[str, ...]  # of keys, in nested dicts
+Group = dist.ProcessGroup | None  # None: the default group, or a process all by itself
+
+
+class HasState(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class AllRanks:
+    """All ranks' states in one: what `handle.all_ranks` is, and what frameworks take that let rank 0 write."""
+
+    def __init__(self, handle: HasState, group: Group = None):
+        self.handle, self.group = handle, group
+
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0 the states of all ranks, elsewhere an empty dict. All ranks must call it."""
+        return gather(self.handle.state_dict(), self.group)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Each rank's own part of what rank 0 saved; on another number of workers, the mean of all parts."""
+        self.handle.load_state_dict(own_part(state, self.group))
+
+
+# ── giving out ──
+
+
+def own_part(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
+    """Of a gathered state, this rank's; a state that is of one rank anyway stays as it is."""
+    if not isinstance(state, Mapping) or not state:
+        raise CheckpointError(
+            "there is no state here: all_ranks.state_dict() has it on rank 0 alone; save it there, load it everywhere"
+        )
+    if "ranks" not in state:
+        return dict(state)
+    if state.get("format") != FORMAT or not isinstance(state["ranks"], list) or not state["ranks"]:
+        raise CheckpointError(f"not a gathered state of this version of gradwire ({FORMAT!r})")
+    rank, workers = place(group)
+    return state["ranks"][rank] if len(state["ranks"]) == workers else combined(state["ranks"])
+
+
+def combined(states: list[Any]) -> Any:
+    """What every rank starts from on another number of workers."""
+    return with_shards(mean(states), len(states))
+
+
+def mean(states: list[Any], workers: int | None = None) -> Any:
+    """Tensors are averaged at every depth of the dicts, where one that a rank does not have counts as zero.
+
+    What else they hold is the same in all of them.
+    """
+    workers = workers or len(states)
+    first = states[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for state in states for key in state)
+        return {key: mean([state[key] for state in states if key in state], workers) for key in keys}
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        total = first.to(torch.float64, copy=True)
+        for other in states[1:]:
+            total += other
+        return (total / workers).to(first.dtype)
+    return first
+
+
+def with_shards(state: dict[str, Any], workers: int) -> dict[str, Any]:
+    """In a mean of states: what owners of shards have left to send (scatter-reduce) is of the mean gradient already.
+
+    So it counts in full. Who owns what is different on other workers, so that each takes it into its own memory.
+    """
+    state = dict(state)
+    memory = dict(state.get("memory", {}))
+    for name, shards in state.pop("shards", {}).items():
+        whole = workers * shards
+        state["memory"] = memory
+        memory[name] = memory[name] + whole if name in memory else whole
+    return state
+
+
+# ── gathering ──
+
+
+def gather(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
+    """The states of all ranks on rank 0 of the group, some tensors at a time; an empty dict elsewhere."""
+    rank, workers = place(group)
+    own = dict(leaves(state))
+    ranks: list[dict[str, Any]] = [{} for _ in range(workers if rank == 0 else 0)]
+    sizes: dict[Path, int] = {}
+    for sizes_of_rank in exchanged({path: _bytes(leaf) for path, leaf in own.items()}, group):
+        for path, size in sizes_of_rank.items():
+            sizes[path] = max(size, sizes.get(path, 0))
+    for paths in batches(sizes, sizes):
+        part = {path: own[path] for path in paths if path in own}
+        for whole, received in zip(ranks, _gathered(part, group), strict=True):
+            for path, leaf in received.items():
+                put(whole, path, leaf)
+    return {"format": FORMAT, "ranks": ranks} if rank == 0 else {}
+
+
+def _gathered(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, on rank 0 alone."""
+    rank, workers = place(group)
+    if workers == 1:
+        return [value]
+    found: list[Any] | None = [None] * workers if rank == 0 else None
+    dist.gather_object(value, found, dst=dist.get_global_rank(group, 0) if group else 0, group=group)
+    return found or []
+
+
+def exchanged(value: Any, group: Group) -> list[Any]:
+    """Every rank's value."""
+    workers = place(group)[1]
+    found: list[Any] = [value] * workers
+    if workers > 1:
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def place(group: Group) -> tuple[int, int]:
+    """This rank, and the number of all."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+# ── nested dicts ──
+
+
+def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Whatever is no dict, or an empty one, by its path."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def put(tree: dict[str, Any], path: Path, leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def batches(paths: Iterable[Path], sizes: Mapping[Path, int]) -> Iterator[list[Path]]:
+    """One after the other, with up to BATCH_BYTES each."""
+    batch: list[Path] = []
+    total = 0
+    for path in paths:
+        if batch and total + sizes[path] > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(path)
+        total += sizes[path]
+    if batch:
+        yield batch
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0
+
+
+# ── what is not for checkpoints ──
+
+
+def refuse_pickling(what: str) -> NoReturn:
+    raise GradwireError(
+        f"{what} belongs to this process, its process group and its model, and cannot be pickled or copied: save "
+        f"handle.state_dict() on each rank, or handle.all_ranks.state_dict() for all of them, attach again, and load it"
+    )

@@ -1,0 +1,80 @@
+"""The progress of a federated run: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from gradwire.cli.progress import LINES
+
+OnRound = Callable[[dict[str, float]], None]
+OnFailure = Callable[[int, int, str], None]
+STARTING = "starting Flower and its clients"
+BYTES = ("upload_bytes", "download_bytes")
+
+
+class Rounds:
+    """One bar for each run, from its first round on; replies that could not be used are shown above."""
+
+    def __init__(self, rounds: int) -> None:
+        self.console, self.total = Console(), rounds
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+
+    def __enter__(self) -> Rounds:
+        self.bars.start()
+        self.starting: TaskID | None = self.bars.add_task("", total=None, figures=STARTING)
+        if self.bars.disable:
+            self._print(STARTING)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def of(self, codec: str) -> tuple[OnRound, OnFailure]:
+        """What to call after each round of this run, and for each reply that could not be used."""
+        row: TaskID | None = None
+
+        def on_round(figures: dict[str, float]) -> None:
+            nonlocal row
+            if self.starting is not None:
+                self.bars.remove_task(self.starting)
+                self.starting = None
+            if row is None:
+                row = self.bars.add_task(escape(codec), total=self.total, figures="")
+            done, text = int(figures["round"]), self._text(figures)
+            self.bars.update(row, completed=done, figures=text)
+            if self.bars.disable and done and done * LINES // self.total > (done - 1) * LINES // self.total:
+                self._print(f"{codec}: round {done}/{self.total}, {text}")
+
+        def on_failure(server_round: int, client: int, reason: str) -> None:
+            self._print(f"warning: {codec}: round {server_round} goes on without client {client}: {reason}")
+
+        return on_round, on_failure
+
+    def _text(self, figures: dict[str, float]) -> str:
+        name = next(key for key in figures if key != "round")  # the most telling one is first
+        up, down = (decimal(figures[key]) for key in BYTES)
+        return f"{name.replace('_', ' ')} {figures[name]:.4f}, {up} up, {down} down"
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def decimal(count: float) -> str:
+    """Bytes with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"

@@ -1,0 +1,115 @@
+"""`decode`: one frame in, one tensor out. It needs nothing but the frame.
+
+`DECODERS` lists the decoder of every codec number that docs/wire-format.md gives out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradwire.convert import cast, ecq, homomorphic, levels, minifloat, sketch, sparse, stored
+from gradwire.errors import FrameError, GradwireError
+from gradwire.frame import headers
+
+DECODERS = {
+    headers.STORED: stored.decode,
+    headers.MINIFLOAT: minifloat.decode,
+    headers.CAST: cast.decode,
+    headers.GRID: ecq.decode,
+    headers.LEVELS: levels.decode,
+    headers.SPARSE: sparse.decode,
+    headers.SKETCH: sketch.decode,
+    headers.HOMOMORPHIC: homomorphic.decode,
+}
+SEGMENTED_CODECS = (headers.MINIFLOAT, headers.GRID, headers.LEVELS)
+assert sorted(DECODERS) == list(range(len(DECODERS))), "every codec number on the wire has a decoder"
+DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame is long enough to hold them in earnest
+ELEMENTS_PER_BYTE = 4096
+Bytes = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
+
+
+def as_bytes(frame: Bytes) -> np.ndarray:
+    """A flat uint8 array over the same bytes."""
+    if isinstance(frame, torch.Tensor):
+        if frame.dtype != torch.uint8:
+            raise FrameError(f"a frame is bytes or a uint8 tensor, not {frame.dtype}")
+        return frame.detach().reshape(-1).contiguous().cpu().numpy()
+    if not isinstance(frame, (bytes, bytearray, memoryview, np.ndarray)):
+        raise FrameError(f"a frame is bytes or a uint8 tensor, not {type(frame).__name__}")
+    if isinstance(frame, (memoryview, np.ndarray)):
+        frame = np.ascontiguousarray(frame)
+    return np.frombuffer(frame, dtype=np.uint8)
+
+
+def decode(
+    frame: Bytes,
+    *,
+    out: torch.Tensor | None = None,
+    max_elements: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The tensor of a frame, in its shape and dtype; into `out` if given.
+
+    `max_elements` limits what an untrusted frame can make us allocate. By default it is 2²⁸, or 4096
+    elements for each byte of the frame, whichever is more.
+    """
+    data = as_bytes(frame)
+    header, payload = open_frame(data)
+    if max_elements is None:
+        max_elements = max(DEFAULT_LIMIT, ELEMENTS_PER_BYTE * len(data))
+    if out is None:
+        if header.elements > max_elements:
+            raise FrameError(f"frame declares {header.elements} elements; the limit is max_elements={max_elements}")
+        out = _allocate(header, payload, device)
+    elif not isinstance(out, torch.Tensor) or out.layout != torch.strided or out.device.type == "meta" or out.is_neg():
+        raise GradwireError("out must be an ordinary dense tensor")
+    elif any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise GradwireError("out is an expanded tensor, whose entries share memory: clone it first")
+    elif out.shape != header.shape or out.dtype != header.dtype:
+        raise FrameError(f"out is {out.dtype} of shape {tuple(out.shape)}, the frame {header.dtype} of {header.shape}")
+    decode_payload(header, payload, out)
+    return out
+
+
+def _allocate(header: headers.Header, payload: np.ndarray, device: torch.device | str | None) -> torch.Tensor:
+    if header.codec == headers.STORED and len(payload) != header.elements * header.dtype.itemsize:
+        raise FrameError("wrong length of a stored tensor")
+    try:
+        return torch.empty(header.shape, dtype=header.dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise FrameError(f"no memory for a frame of {header.elements} elements") from error
+
+
+def open_frame(data: np.ndarray) -> tuple[headers.Header, np.ndarray]:
+    """Header and payload of a frame whose checksum is right and whose codec is known."""
+    header, _ = headers.open_frame(memoryview(data))
+    if header.codec not in DECODERS:
+        raise FrameError(f"unknown codec {header.codec} in frame")
+    if header.flags & headers.SEGMENTED and header.codec not in SEGMENTED_CODECS:
+        raise FrameError("a frame of this codec has no segments")
+    return header, data[header.length :]
+
+
+def bound(header: headers.Header, payload: np.ndarray) -> float | None:
+    """A magnitude that no entry exceeds, where the frame tells it without being decoded."""
+    return minifloat.bound(header, payload) if header.codec == headers.MINIFLOAT else None
+
+
+def decode_onto(header: headers.Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+    """out = onto + decoded, both contiguous fp32 tensors of the frame's size."""
+    if header.codec != headers.MINIFLOAT or not minifloat.decode_onto(header, payload, out.view(-1), onto.view(-1)):
+        out.copy_(onto)
+        decode_payload(header, payload, out, accumulate=True)
+    return out
+
+
+def decode_payload(
+    header: headers.Header, payload: np.ndarray, out: torch.Tensor, weight: float = 1.0, accumulate: bool = False
+) -> None:
+    """out = weight · decoded, or out += weight · decoded; `out` may have another shape and float dtype."""
+    out = out.detach()
+    flat = out.contiguous().view(-1)  # a view, or a copy of an `out` that is not contiguous
+    DECODERS[header.codec](header, payload, flat, weight, accumulate)
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))

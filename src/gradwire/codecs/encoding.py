@@ -1,0 +1,176 @@
+"""`Codec`: one tensor in, one frame out.
+
+u = g + γe  ─►  convert  ─►  compress  ─►  frame          e ← u − decode(frame)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.convert import stored
+from gradwire.convert.conversion import Converter, Job, NonFinite
+from gradwire.errors import GradwireError
+from gradwire.frame import headers
+
+CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# Memory updated in place is left bit for bit as it was by a non-finite gradient up to this size, because such tensors
+# are looked through first. Larger ones are not (it would cost a fifth of the time), and get theirs back to rounding.
+CHECKED_AHEAD = 2**22
+
+
+class Codec:
+    """The stateless part of a recipe. `str(codec)` is the spec that rebuilds it."""
+
+    def __init__(self, spec: str, converter: Converter):
+        self.spec, self.converter = spec, converter
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def __repr__(self) -> str:
+        return f"gradwire.codec({self.spec!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether frames depend on the seed."""
+        return self.converter.stochastic
+
+    def max_frame_bytes(self, tensor: torch.Tensor) -> int:
+        """What `encode_into` may write at most: the tensor as it is or, segmented, five bytes an entry; a header; room
+        for wide stores."""
+        return tensor.numel() * max(5, tensor.dtype.itemsize) + 512 + 10 * tensor.dim()
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> bytes:
+        """The frame of a tensor of any shape, dtype and device."""
+        tensor = _checked(tensor)
+        out = torch.empty(self.max_frame_bytes(tensor), dtype=torch.uint8)
+        return out[: self.encode_into(tensor, out, seed=seed)].numpy().tobytes()
+
+    def encode_into(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        decay: float = 1.0,
+        seed: int = 0,
+        segments: Sequence[int] = (),
+    ) -> int:
+        """Write the frame of `tensor + decay·residual` to the front of `out`; returns its length.
+
+        The error memory (fp32, as large as the tensor) is updated in place, or goes to `residual_out`.
+        A tensor with a NaN or an infinity travels as it is, flagged, and leaves the memory as it was.
+        `segments`: the tensor is several small ones laid end to end, with these lengths.
+        """
+        tensor = _checked(tensor)
+        segments = _checked_segments(segments, tensor)
+        _check_out(out, self.max_frame_bytes(tensor))
+        if not math.isfinite(decay) or decay < 0:
+            raise GradwireError(f"decay must be a number from 0 on, usually up to 1, not {decay}")
+        if residual_out is None:
+            residual_out = residual
+        for memory in (residual, residual_out):
+            _check_residual(memory, tensor)
+        flat = tensor.reshape(-1).contiguous()
+        gradient = flat.float() if tensor.dtype in CONVERTIBLE else None
+        if gradient is None or not flat.numel():
+            _keep(_flat(residual), _flat(residual_out))
+            return _frame_of_stored(flat, tensor, out, 0)
+        job = given = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
+        if tensor.device.type != "cpu" and not self.converter.any_device:
+            job = given.on_cpu()
+        try:
+            if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
+                job.require_finite()
+            length = self._encode_finite(job, tensor, out)
+            if job is not given and given.memory_out is not None and job.memory_out is not None:
+                given.memory_out.copy_(job.memory_out)
+            return length
+        except NonFinite:
+            if not given.in_place:
+                _keep(given.memory, given.memory_out)
+            finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
+            return _frame_of_stored(flat, tensor, out, 0 if finite else headers.NONFINITE)
+
+    def _encode_finite(self, job: Job, tensor: torch.Tensor, out: torch.Tensor) -> int:
+        shape, dense = tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize
+        if dense <= 32 and self.converter.stores_tiny:
+            # Side information alone would take as much: send the few entries as they are.
+            length = stored.Stored().encode(job, out[headers.header_length(shape, dense) :])
+            return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, 0, length)
+        start = headers.header_length(shape, max(1, dense // 16))  # a guess at the length of the length
+        length = self.converter.encode(job, out[start:])
+        exact = headers.header_length(shape, length)
+        if exact != start:
+            out[exact : exact + length] = out[start : start + length].clone()
+        flags = headers.SEGMENTED if job.segments and self.converter.lists_segments else 0
+        return headers.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
+
+
+def _keep(memory: torch.Tensor | None, memory_out: torch.Tensor | None) -> None:
+    """Nothing was quantized: the memory stays what it was."""
+    if memory_out is not None:
+        memory_out.copy_(memory) if memory is not None else memory_out.zero_()
+
+
+def _frame_of_stored(flat: torch.Tensor, tensor: torch.Tensor, out: torch.Tensor, flags: int) -> int:
+    shape, length = tuple(tensor.shape), flat.numel() * flat.dtype.itemsize
+    stored.store(flat, out[headers.header_length(shape, length) :])
+    return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, flags, length)
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise GradwireError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise GradwireError(f"cannot encode layout {tensor.layout}: call .to_dense() first")
+    if tensor.dtype not in headers.DTYPES:
+        raise GradwireError(f"cannot encode {tensor.dtype}; supported: {', '.join(map(str, headers.DTYPES))}")
+    if tensor.dim() > headers.MAX_RANK:
+        raise GradwireError(f"a frame holds at most {headers.MAX_RANK} dimensions, not {tensor.dim()}: flatten first")
+    if tensor.device.type == "meta":
+        raise GradwireError("a tensor on the meta device has no values to encode")
+    return tensor.detach().resolve_neg()
+
+
+def _checked_segments(segments: Sequence[int], tensor: torch.Tensor) -> tuple[int, ...]:
+    """As plain numbers, without empty ones: they have nothing to say."""
+    lengths = [int(n) for n in segments]
+    if lengths and (min(lengths) < 0 or sum(lengths) != tensor.numel()):
+        raise GradwireError(f"segments must be lengths that add up to the {tensor.numel()} entries of the tensor")
+    return tuple(n for n in lengths if n)
+
+
+def _check_out(out: torch.Tensor, needed: int) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise GradwireError(f"out must be a uint8 tensor, got {type(out).__name__}")
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device.type != "cpu":
+        raise GradwireError("out must be a flat, contiguous uint8 tensor on the CPU")
+    if out.numel() < needed:
+        raise GradwireError(f"out has {out.numel()} bytes; codec.max_frame_bytes(tensor) asks for {needed}")
+
+
+def _check_residual(memory: torch.Tensor | None, tensor: torch.Tensor) -> None:
+    if memory is None:
+        return
+    if not isinstance(memory, torch.Tensor):
+        raise GradwireError(f"residual must be a tensor, got {type(memory).__name__}")
+    if memory.dtype != torch.float32 or memory.numel() != tensor.numel() or not memory.is_contiguous():
+        raise GradwireError("residual must be a contiguous fp32 tensor with as many entries as the gradient")
+    if memory.device != tensor.device:
+        raise GradwireError(f"residual is on {memory.device}, the gradient on {tensor.device}")
+
+
+def _flat(memory: torch.Tensor | None) -> torch.Tensor | None:
+    return None if memory is None else memory.detach().reshape(-1)

@@ -1,0 +1,117 @@
+"""What every converter is, and what it is given: one tensor on its way into a frame."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradwire import kernels
+
+
+class NonFinite(Exception):
+    """The gradient holds a NaN or an infinity: it has to travel as it is. The error memory is as it was before."""
+
+
+class Converter(ABC):
+    """Turns a job into payload bytes, and updates its error memory to what the payload leaves out."""
+
+    wire_id: int  # of the function that decodes the payload
+    stochastic = False  # frames depend on the seed
+    any_device = False  # takes tensors as they are; otherwise they come as copies on the CPU
+    elementwise = False  # every entry is coded for itself, whatever the others are
+    lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
+    selects = False  # a few entries of the whole tensor are sent, so that it had better not be cut
+    sums = False  # what workers send can be added up on its way (aggregate/sums/sum_exchange.py)
+    stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
+
+    @abstractmethod
+    def encode(self, job: Job, out: torch.Tensor) -> int:
+        """Write the payload to the front of `out` and e ← u − decoded to job.memory_out; returns its length.
+
+        Raises NonFinite, before any memory is changed, where the gradient holds a NaN or an infinity.
+        """
+
+
+@dataclass
+class Job:
+    gradient: torch.Tensor  # flat fp32, contiguous
+    original: torch.Tensor  # the same in the dtype that the receiver gets back
+    memory: torch.Tensor | None = None  # e, flat fp32
+    memory_out: torch.Tensor | None = None  # where e goes; may be `memory` itself
+    decay: float = 1.0
+    seed: int = 0
+    segments: tuple[int, ...] = ()  # lengths of the tensors that were laid end to end; () for one tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.original.dtype
+
+    @property
+    def count(self) -> int:
+        return self.gradient.numel()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether updating the memory overwrites what it was."""
+        return (
+            self.memory is not None
+            and self.memory_out is not None
+            and self.memory.data_ptr() == self.memory_out.data_ptr()
+        )
+
+    def on_cpu(self) -> Job:
+        """A copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
+
+        memory = None if self.memory is None else self.memory.cpu()
+        memory_out = None
+        if self.memory_out is not None:
+            memory_out = memory if self.in_place else torch.empty(self.count)
+        return replace(
+            self, gradient=self.gradient.cpu(), original=self.original.cpu(), memory=memory, memory_out=memory_out
+        )
+
+    def compensated(self) -> torch.Tensor:
+        """u = g + decay·e."""
+        return kernels.compensate(self.gradient, self.memory, self.decay)
+
+    def require_finite(self) -> None:
+        require_finite(self.gradient)
+
+    def take_back(self, sent: torch.Tensor) -> None:
+        """Undo e ← g + decay·e − sent on the entries that were sent, to fp32 rounding."""
+        assert self.memory is not None
+        part = self.memory[: sent.numel()]
+        part.add_(sent).sub_(self.gradient[: sent.numel()]).div_(self.decay)
+
+    def slice(self, start: int, stop: int) -> Job:
+        def cut(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t[start:stop]
+
+        memory, memory_out = cut(self.memory), cut(self.memory_out)
+        part = slice(start, stop)
+        return Job(self.gradient[part], self.original[part], memory, memory_out, self.decay, self.seed + start)
+
+
+def require_finite(u: torch.Tensor) -> None:
+    if not math.isfinite(kernels.absmax(u)):
+        raise NonFinite
+
+
+def limit_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 numbers in another dtype, those beyond its finite range at the end of it."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def combine(values: torch.Tensor, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """out = weight·values, or out += weight·values."""
+    values = values.to(out.device)
+    if weight != 1:
+        values = values.to(out.dtype) * weight
+    if accumulate:
+        out += values
+    else:
+        out.copy_(values)

@@ -1,0 +1,73 @@
+"""Error feedback with decay (the "correct" of CO3): u = g + γe is sent as ĝ, and e ← u − ĝ.
+
+Memory is fp32, kept by parameter name (DDP rebuilds its buckets after the first step), and provisional
+within a step: `commit` when all workers' gradients were finite, `rollback` when one was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from gradwire.errors import GradwireError
+
+
+class Residual:
+    def __init__(self) -> None:
+        self.memory: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+        self._pending: set[str] = set()
+
+    def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(memory to read, memory to write) of a parameter; the second counts only after `commit`."""
+        if name not in self.memory:
+            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32)
+        memory = self.memory[name]
+        if memory.shape != gradient.shape:
+            raise GradwireError(
+                f"error memory of {name!r} has shape {tuple(memory.shape)}, its gradient {tuple(gradient.shape)}"
+            )
+        if name not in self._spare:
+            self._spare[name] = memory.clone()  # of some tensors only a part is ever sent by this rank
+        self._pending.add(name)
+        return memory, self._spare[name]
+
+    def forget(self, name: str) -> torch.Tensor | None:
+        """The memory of a parameter, which has none from now on."""
+        self._spare.pop(name, None)
+        return self.memory.pop(name, None)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients, and so what is left of them, are this many times larger from now on: a loss scale changed."""
+        for memory in self.memory.values():
+            memory.mul_(factor)
+
+    def commit(self) -> None:
+        for name in self._pending:
+            self.memory[name], self._spare[name] = self._spare[name], self.memory[name]
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": {name: e.clone() for name, e in self.memory.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        memory = memory_in(state)
+        self.memory = {name: e.detach().to("cpu", torch.float32, copy=True) for name, e in memory.items()}
+        self._spare.clear()
+        self._pending.clear()
+
+
+def memory_in(state: dict[str, Any], names: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Of a saved state, by parameter name; of no others than `names`, where they are known."""
+    memory = state.get("memory")
+    if not isinstance(memory, dict):
+        raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
+    unknown = sorted(set(memory) - set(names)) if names else []
+    if unknown:
+        raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
+    return memory

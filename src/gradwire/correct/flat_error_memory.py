@@ -1,0 +1,62 @@
+"""Error memory of parameters of which different parts are sent to different ranks (FSDP).
+
+One flat tensor for each parameter name, fp32 or bf16, twice: what counts, and what will count from the end of the
+step on (`commit`), unless a gradient was not finite (`rollback`).
+
+A loss scale multiplies gradients, and with them what is not sent. Memory is stored as it came, beside the scale of
+its step, and read times new scale over old, which loses nothing since scales are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gradwire.errors import GradwireError
+
+
+class FlatMemory:
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+        self.scale = 1.0  # the loss scale of this step
+        self._memory: dict[str, torch.Tensor] = {}
+        self._scales: dict[str, float] = {}  # of the steps in which they were written
+        self._spare: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, float] = {}  # parameters that have sent something in this step, and its scale
+
+    def at(self, name: str, part: slice, entries: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Of a part of a parameter with so many entries: memory to read, memory to write, and what to multiply the
+        first with."""
+        if name not in self._memory:
+            self._memory[name] = torch.zeros(entries, dtype=self.dtype)
+            self._scales[name] = self.scale
+        memory = self._memory[name]
+        if len(memory) != entries:
+            raise GradwireError(f"error memory of {name!r} has {len(memory)} entries, its gradient {entries}")
+        if name not in self._spare:
+            self._spare[name] = memory.clone()  # parts with another recipe, without memory, stay as they are
+        return memory[part], self._spare[name][part], self.scale / self._scales[name]
+
+    def written(self, names: Iterable[str]) -> None:
+        """All parts of these parameters are: they count from `commit` on."""
+        self._pending |= {name: self.scale for name in names if name in self._spare}
+
+    def commit(self) -> None:
+        for name, scale in self._pending.items():
+            self._memory[name], self._spare[name] = self._spare[name], self._memory[name]
+            self._scales[name] = scale
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Flat, without a loss scale."""
+        return {name: e / self._scales[name] for name, e in self._memory.items()}
+
+    def load(self, memory: dict[str, torch.Tensor]) -> None:
+        self._memory = {name: e.detach().reshape(-1).to(self.dtype, copy=True) for name, e in memory.items()}
+        self._scales = dict.fromkeys(memory, 1.0)
+        self._spare.clear()
+        self._pending.clear()

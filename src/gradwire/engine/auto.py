@@ -1,0 +1,134 @@
+"""`auto`: every candidate is tried for some steps, and the fastest of those with a small enough error is kept.
+
+What counts is the time of whole training steps, as the user has them, and on the slowest rank. When it changes for
+good, because the link did, all are tried again. Ranks decide from the same figures, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gradwire.catalogue.spec import number, split
+from gradwire.errors import SpecError
+
+EXACT = "exact"  # plain all-reduce
+CANDIDATES = (
+    "co3",
+    "ecq:rate=1",
+    "sbc:p=0.01,mask=off,warmup=0,small=co3",
+    "sbc:p=0.001,mask=off,warmup=0,small=co3",
+    EXACT,  # the last, since it may be left out as hopeless
+)
+DEFAULT_ERROR = 0.1
+SKIPPED, TIMED = 5, 5  # steps of a trial; in the first ones the aggregation is chosen, and lengths are agreed on
+CHECK = 32  # steps between looks at whether anything has changed
+CHANGED = 1.3  # times slower or faster
+NEARLY = 1.03  # times as slow as the fastest: then the one with the smaller error is taken
+HOPELESS = 2.0  # times as slow as the best, for its bytes alone
+
+Agree = Callable[[list[float]], list[float]]  # the largest of all ranks, one by one
+
+
+@dataclass
+class Trial:
+    spec: str
+    error: float
+    seconds: float = float("inf")
+
+
+@dataclass
+class Auto:
+    """`agree` is called by all ranks in the same steps."""
+
+    agree: Agree
+    exact_seconds: Callable[[], float]  # what plain all-reduce would take for its bytes alone
+    target: float = DEFAULT_ERROR
+    settled: bool = False
+    trials: list[Trial] = field(default_factory=list)  # that are over
+    _left: list[Trial] = field(default_factory=list)  # the first is under way
+    _times: list[float] = field(default_factory=list)
+    _strikes: int = 0
+    _baseline: float | None = None
+
+    def __post_init__(self) -> None:
+        self._try_all()
+
+    def _try_all(self) -> None:
+        self.settled = False
+        self.trials, self._left = [], [Trial(spec, 0.0) for spec in CANDIDATES]
+        self._times = []
+
+    @property
+    def spec(self) -> str:
+        """What is to be used in the next step."""
+        return self._best().spec if self.settled else self._left[0].spec
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the errors of all candidates are wanted of the next step: of the second, when a memory is there."""
+        return not self.settled and not self.trials and len(self._times) == 1
+
+    def step_done(self, seconds: float, errors: Mapping[str, float]) -> None:
+        """A step took so long; the candidates would have had these relative squared errors (if that was asked for)."""
+        self._times.append(seconds)
+        if self.settled:
+            self._watch()
+        elif errors:
+            self._leave_out(errors)
+        elif len(self._times) == SKIPPED + TIMED:
+            (self._left[0].seconds,) = self.agree([statistics.median(self._times[SKIPPED:])])
+            self._next()
+
+    def _leave_out(self, errors: Mapping[str, float]) -> None:
+        """Those whose error is too large."""
+        own = [errors.get(trial.spec, 0.0) for trial in self._left]
+        found = self.agree([error if math.isfinite(error) else math.inf for error in own])
+        if math.inf in found:  # a gradient was not finite, as in the first steps with a GradScaler: measure the next
+            self._times.pop()
+            return
+        under_way = self._left[0].spec
+        self._left = [Trial(t.spec, error) for t, error in zip(self._left, found, strict=True) if error <= self.target]
+        if self._left[0].spec != under_way:
+            self._times = []
+
+    def _next(self) -> None:
+        self._times = []
+        self.trials.append(self._left.pop(0))
+        if not self._left or (self._left[0].spec == EXACT and self._exact_is_hopeless()):
+            self.settled = True
+            self._baseline, self._strikes = None, 0
+
+    def _exact_is_hopeless(self) -> bool:
+        return self.exact_seconds() > HOPELESS * min(trial.seconds for trial in self.trials)
+
+    def _best(self) -> Trial:
+        fastest = min(trial.seconds for trial in self.trials)
+        return min((t for t in self.trials if t.seconds <= NEARLY * fastest), key=lambda t: t.error)
+
+    def _watch(self) -> None:
+        if len(self._times) < CHECK:
+            return
+        (now,) = self.agree([statistics.median(self._times)])
+        self._times = []
+        if self._baseline is None:
+            self._baseline = now
+        elif 1 / CHANGED < now / self._baseline < CHANGED:
+            self._strikes = 0
+        else:
+            self._strikes += 1
+            if self._strikes == 2:
+                self._try_all()
+
+
+def parse(spec: str) -> float | None:
+    """The error target of `auto` or `auto:error=0.1`; None for any other spec."""
+    name, given = split(spec)
+    if name != "auto":
+        return None
+    unknown = set(given) - {"error"}
+    if unknown:
+        raise SpecError(f"auto has one parameter, error, not {', '.join(sorted(unknown))}: such as auto:error=0.1")
+    return number(0, 1e9)(given.get("error", str(DEFAULT_ERROR)))

@@ -1,0 +1,82 @@
+"""What an exchange costs, from what was measured: the link, the codec, the number of ranks.
+
+A plain model, in which nothing overlaps. With F bytes of frames a step and rank, in m messages, among W ranks:
+
+    all-gather      m·latency + (W−1)·F / rate + encode + W·decode
+    scatter-reduce  2m·latency + 2·(W−1)/W·F / rate + (1 + 1/W)·encode + 2·decode
+    all-reduce      2·(W−1)·latency + 2·(W−1)/W·4d / rate               (plain fp32, of d entries)
+
+where encode and decode are the seconds for a whole gradient, by one rank, of one rank.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.aggregate.transport.link import Link
+
+ROUNDS = 5
+PROBES = (2**12, 2**16, 2**20)  # bytes; a larger one only if the last was over too soon to tell the rate
+LONG_ENOUGH = 0.005  # seconds
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a link among all its ranks at once."""
+
+    latency: float  # seconds of an exchange of a few bytes
+    rate: float  # bytes that a rank receives in a second
+
+    @classmethod
+    def measure(cls, link: Link) -> Speed:
+        """The same on all ranks; takes some milliseconds."""
+        latency = _least_seconds(link, 8, ROUNDS)
+        rate = 0.0
+        for size in PROBES:
+            seconds = _least_seconds(link, size, 2)
+            rate = max(1, link.world - 1) * size / max(seconds - latency, 1e-9)
+            if seconds > LONG_ENOUGH:
+                break
+        return cls(latency, rate)
+
+
+def _least_seconds(link: Link, size: int, rounds: int) -> float:
+    """Of the slowest rank, so that all go by the same figure."""
+    own = struct.pack("<d", min(_seconds(link, size) for _ in range(rounds)))
+    return max(struct.unpack("<d", other)[0] for other in link.gather_short(own))
+
+
+def _seconds(link: Link, size: int) -> float:
+    start = time.perf_counter()
+    gathered, work = link.all_gather(torch.zeros(size, dtype=torch.uint8))
+    link.wait(work)
+    if gathered.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one step, by one rank."""
+
+    frame_bytes: float
+    messages: float
+    encode_s: float
+    decode_s: float  # of one rank's frames
+
+    def all_gather_s(self, speed: Speed, world: int) -> float:
+        wire = self.messages * speed.latency + (world - 1) * self.frame_bytes / speed.rate
+        return wire + self.encode_s + world * self.decode_s
+
+    def scatter_reduce_s(self, speed: Speed, world: int) -> float:
+        moved = 2 * (world - 1) / world * self.frame_bytes
+        wire = 2 * self.messages * speed.latency + moved / speed.rate
+        return wire + (1 + 1 / world) * self.encode_s + 2 * self.decode_s
+
+
+def all_reduce_s(entries: int, speed: Speed, world: int) -> float:
+    return 2 * (world - 1) * speed.latency + 2 * (world - 1) / world * 4 * entries / speed.rate

@@ -1,0 +1,78 @@
+"""Figures of the exchange for a log: to TensorBoard, or to any function of them and the step.
+
+model.gradwire.log_to(SummaryWriter(), every=100)                  # or handle.log_to(...)
+handle.log_to(lambda figures, step: wandb.log(figures, step))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradwire.errors import GradwireError
+
+Write = Callable[[dict[str, float], int], Any]
+TOTALS = ("frame_bytes", "wire_bytes_sent", "wire_bytes_received", "encode_s", "decode_s", "wait_s")
+
+
+class Monitor:
+    """Every so many steps it writes what one of them took, on average, and the error of the last."""
+
+    def __init__(self, to: Any, every: int = 100, layers: bool = False):
+        if not isinstance(every, int) or every < 1:
+            raise GradwireError(f"every must be a number of steps from 1 on, not {every!r}")
+        self.every, self.layers = every, layers
+        self._write = _writer(to)
+        self._before: dict[str, float] = {}
+
+    def due(self, step: int) -> bool:
+        """Whether this step is the last of those that are written together; the first is step 1."""
+        return step % self.every == 0
+
+    def write(self, step: int, stats: Mapping[str, float], errors: Mapping[str, Error]) -> None:
+        before, self._before = self._before, dict(stats)
+        steps = stats["steps"] - before.get("steps", 0)
+        if steps <= 0:  # the totals have started anew
+            return
+        figures = {key: (stats[key] - before.get(key, 0)) / steps for key in TOTALS}
+        frames = figures["frame_bytes"]
+        if frames:
+            figures["ratio"] = (stats["dense_bytes"] - before.get("dense_bytes", 0)) / steps / frames
+        figures["nmse"] = nmse(errors.values())
+        if self.layers:
+            for name, error in errors.items():
+                figures[f"nmse/{name}"] = nmse([error])
+                figures[f"frame_bytes/{name}"] = error.frame_bytes
+        self._write(figures, step)
+
+
+class Error:
+    """Of one tensor in one step: what the frame says against what it was made of."""
+
+    def __init__(self) -> None:
+        self.squared = self.norm = self.frame_bytes = 0.0
+
+    def add(self, squared: float, norm: float, frame_bytes: float) -> None:
+        self.squared += squared
+        self.norm += norm
+        self.frame_bytes += frame_bytes
+
+
+def nmse(errors: Any) -> float:
+    """‖u − û‖² / ‖u‖² over all of them."""
+    errors = list(errors)
+    norm = sum(error.norm for error in errors)
+    return sum(error.squared for error in errors) / norm if norm else 0.0
+
+
+def _writer(to: Any) -> Write:
+    if hasattr(to, "add_scalar"):
+
+        def write(figures: dict[str, float], step: int) -> None:
+            for key, value in figures.items():
+                to.add_scalar(f"gradwire/{key}", value, step)
+
+        return write
+    if not callable(to):
+        raise GradwireError("log_to takes a TensorBoard SummaryWriter, or a function of (figures, step)")
+    return to

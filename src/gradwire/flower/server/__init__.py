@@ -1,0 +1,1 @@
+"""The server: any Flower strategy, over a grid that encodes models and decodes replies."""

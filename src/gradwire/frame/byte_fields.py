@@ -1,0 +1,61 @@
+"""Reading and writing the fields of a frame: bounds-checked, so that no hostile frame reads past its end."""
+
+from __future__ import annotations
+
+import struct
+
+from gradwire.errors import FrameError
+
+
+def varint(value: int) -> bytes:
+    """Unsigned LEB128."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def bfloat16(value: float) -> bytes:
+    """A number that bfloat16 holds exactly, as two bytes."""
+    return struct.pack("<f", value)[2:]
+
+
+class Reader:
+    """Takes fields off the front of a buffer; every read past the end is a FrameError."""
+
+    def __init__(self, data: memoryview, position: int = 0):
+        self.data, self.position = data, position
+
+    def take(self, count: int) -> memoryview:
+        if count > len(self.data) - self.position:
+            raise FrameError("frame is cut short")
+        piece = self.data[self.position : self.position + count]
+        self.position += count
+        return piece
+
+    def rest(self) -> memoryview:
+        return self.take(len(self.data) - self.position)
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def bfloat16(self) -> float:
+        return struct.unpack("<f", b"\0\0" + self.take(2))[0]
+
+    def varint(self, limit: int) -> int:
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                break
+            shift += 7
+            if shift > 49:
+                raise FrameError("number in frame is too long")
+        if byte == 0 and shift:
+            raise FrameError("number in frame is not in its shortest form")
+        if value > limit:
+            raise FrameError(f"number in frame is too large: {value} > {limit}")
+        return value

@@ -1,0 +1,124 @@
+"""The frame: a header that describes the tensor, a checksum, and the codec's payload.
+
+docs/wire-format.md is the authority on every byte written here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from gradwire import kernels
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, varint
+
+MAGIC = b"GW"
+VERSION = 1
+STORED, MINIFLOAT, CAST, GRID, LEVELS, SPARSE, SKETCH, HOMOMORPHIC = range(8)
+NONFINITE, SEGMENTED = 1, 2
+MAX_ELEMENTS = 2**48
+MAX_RANK = 15
+
+DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+_DTYPE_NUMBER = {dtype: i for i, dtype in enumerate(DTYPES)}
+_FIXED = struct.Struct("<2sBBBI")
+_CHECKSUM_AT = 5
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a frame says of itself."""
+
+    codec: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    flags: int
+    payload_length: int
+    length: int  # of the header itself
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def frame_length(self) -> int:
+        return self.length + self.payload_length
+
+    @property
+    def nonfinite(self) -> bool:
+        return bool(self.flags & NONFINITE)
+
+
+def header_length(shape: tuple[int, ...], payload_length: int) -> int:
+    return _FIXED.size + len(varint(payload_length)) + sum(len(varint(d)) for d in shape)
+
+
+def seal(
+    out: memoryview, codec: int, dtype: torch.dtype, shape: tuple[int, ...], flags: int, payload_length: int
+) -> int:
+    """Write header and checksum before a payload that already stands in `out`; returns the frame's length."""
+    sizes = varint(payload_length) + b"".join(varint(d) for d in shape)
+    start = _FIXED.size + len(sizes)
+    length = start + payload_length
+    kind, tensor = codec | flags << 4, _DTYPE_NUMBER[dtype] | len(shape) << 4
+    out[: _FIXED.size] = _FIXED.pack(MAGIC, VERSION, kind, tensor, 0)
+    out[_FIXED.size : start] = sizes
+    out[_CHECKSUM_AT : _FIXED.size] = struct.pack("<I", _checksum(out[:length]))
+    return length
+
+
+def _checksum(frame: memoryview) -> int:
+    return kernels.crc32(frame[_FIXED.size :], kernels.crc32(frame[:_CHECKSUM_AT]))
+
+
+def read_header(data: memoryview) -> Header:
+    """Parse and validate the header at the front of `data`; the checksum is `check`'s business."""
+    if len(data) < _FIXED.size + 1:
+        raise FrameError(f"frame is cut short: {len(data)} bytes")
+    magic, version, kind, tensor, _ = _FIXED.unpack_from(data)
+    codec, flags, dtype, rank = kind & 15, kind >> 4, tensor & 15, tensor >> 4
+    if magic != MAGIC:
+        raise FrameError("not a gradwire frame (wrong magic)")
+    if version != VERSION:
+        raise FrameError(f"frame has version {version}; this gradwire reads version {VERSION}: upgrade it")
+    if dtype >= len(DTYPES):
+        raise FrameError(f"unknown dtype {dtype} in frame")
+    if flags & ~(NONFINITE | SEGMENTED):
+        raise FrameError(f"unknown flags {flags:#x} in frame")
+    reader = Reader(data, _FIXED.size)
+    payload_length = reader.varint(2**56)
+    shape = tuple(reader.varint(MAX_ELEMENTS) for _ in range(rank))
+    if math.prod(shape) >= MAX_ELEMENTS:
+        raise FrameError("frame declares 2^48 elements or more")
+    return Header(codec, DTYPES[dtype], shape, flags, payload_length, reader.position)
+
+
+def open_frame(data: memoryview) -> tuple[Header, memoryview]:
+    """The header and payload of the one frame that `data` must be."""
+    header = read_header(data)
+    if header.frame_length != len(data):
+        raise FrameError(f"frame declares {header.frame_length} bytes, but there are {len(data)}")
+    (stated,) = struct.unpack_from("<I", data, _CHECKSUM_AT)
+    if stated != _checksum(data):
+        raise FrameError("checksum mismatch: the frame is damaged")
+    return header, data[header.length :]
+
+
+def split(message: memoryview, most: int | None = None) -> list[memoryview]:
+    """The frames that stand one after the other in a message, `most` of them at most."""
+    frames: list[memoryview] = []
+    while len(message):
+        if len(frames) == most:
+            raise FrameError(f"more frames than the {most} that are announced")
+        length = read_header(message).frame_length
+        if length > len(message):
+            raise FrameError("last frame of the message is cut short")
+        frames.append(message[:length])
+        message = message[length:]
+    return frames

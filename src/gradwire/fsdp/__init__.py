@@ -1,0 +1,5 @@
+"""Compressed gradients for FSDP2: `gradwire.fsdp.attach(fsdp_model, "co3")` (docs/fsdp.md)."""
+
+from gradwire.fsdp.handle import Handle, attach
+
+__all__ = ["Handle", "attach"]

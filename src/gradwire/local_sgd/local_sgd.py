@@ -1,0 +1,397 @@
+"""Communication delay: several local steps, then one exchange of the compressed update.
+
+    with gradwire.LocalSGD(model, optimizer, "sbc:p=0.01", sync_every=10):
+        for x, y in loader:                       # the loop stays as it is, without DDP
+            optimizer.zero_grad(); loss(model(x), y).backward(); optimizer.step()
+
+Every `sync_every` optimizer steps (SBC, arXiv 1805.08768):
+1. Δ = parameters − those of the last sync, plus the error memory, becomes frames, and all ranks average them;
+2. an outer optimizer (DiLoCo, arXiv 2311.08105; plain averaging by default) moves the common parameters by the
+   mean, and all ranks go on from them; floating-point buffers are averaged;
+3. where this rank's Δ was sent, its optimizer's momentum is cleared (`mask`): it must not push there again.
+
+Ranks may take different numbers of steps: one that leaves the `with` block answers the others until all have left.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import operator
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.aggregate.messages.mean import Mean
+from gradwire.aggregate.messages.tensor_parts import Spec, own_recipe, parse_spec, spec_text
+from gradwire.aggregate.peers.handshake import describe
+from gradwire.aggregate.transport.all_gather import AllGather
+from gradwire.aggregate.transport.link import Link
+from gradwire.correct.momentum import mask_optimizer, reset_optimizer
+from gradwire.errors import AggregateError, GradwireError, SpecError
+from gradwire.local_sgd import sync_round
+from gradwire.local_sgd.buffers import Buffers
+
+BUFFERS = "buffer:"  # patterns of a dict spec that begin so are for buffers
+Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+Schedule = int | Callable[[int], int]
+
+
+class LocalSGD:
+    """Local steps with compressed synchronization, as a context manager around the training loop.
+
+    `sync_every` is a number of steps, or a function from the step to one; by default the recipe's own (sbc2: 10).
+    `outer` makes the optimizer of the common parameters, such as `lambda p: torch.optim.SGD(p, lr=0.7,
+    momentum=0.9, nesterov=True)`; by default it is the recipe's own, or plain averaging.
+    """
+
+    _in_use: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        spec: Spec = "sbc2",
+        sync_every: Schedule | None = None,
+        *,
+        outer: Outer | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        _check(model, optimizer)
+        self.model, self.optimizer = model, optimizer
+        spec, of_buffers = _divide_spec(spec)
+        self.mean = Mean(spec)
+        self._group = process_group
+        self._gather: AllGather | None = None
+        self._wait_s = 0.0  # that the training stood still for the exchange
+        self._parameters = _trainable(model)
+        self._check_recipes()
+        slowest = max(self.mean.recipes.values(), key=lambda chosen: chosen.sync_every)
+        self.sync_every: Schedule = slowest.sync_schedule if sync_every is None else sync_every
+        if not callable(self.sync_every):
+            _checked_steps(self.sync_every)
+        # The common parameters: those of the last sync, the same on all ranks, in fp32 at least.
+        self._anchor = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._parameters.items()
+        }
+        self._buffers = Buffers(model, of_buffers)
+        self._buffers_every = slowest.buffers_every
+        self._outer = (outer or slowest.outer)(list(self._anchor.values()))
+        self.mean.know_model(list(self._parameters.items()))
+        self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
+        self.dense_bytes = 0
+        self._steps_before = 0
+        self._started = False
+        self._inside = False  # in the block, or left by an exception: this rank has parameters and buffers of its own
+        self._resumed = False  # from a state that was saved there
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._reminder = optimizer.register_step_post_hook(_remind)
+
+    def _check_recipes(self) -> None:
+        for name in self._parameters:
+            if self.mean.recipe_of(name).clip:
+                raise SpecError("clip_norm is for gradients, and LocalSGD sends updates: clip in your loop")
+
+    # ── around the loop ──
+
+    def __enter__(self) -> LocalSGD:
+        if self._hook is not None or self.optimizer in self._in_use:
+            raise GradwireError("this optimizer is already in a LocalSGD block: leave that one first")
+        self._reminder.remove()
+        self._start_alike()
+        self._inside = True
+        self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._in_use.add(self.optimizer)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._hook is not None
+        self._hook.remove()
+        self._hook = None
+        self._in_use.discard(self.optimizer)
+        if kind is None:
+            while not self._sync(left=True):
+                pass
+            if self.mean.flushing:
+                self._sync(left=True, flush=True)
+            self._inside = False
+
+    def _connected(self) -> AllGather:
+        if self._gather is None:
+            self._gather = AllGather(Link(self._group))
+            self.mean.rank, self.mean.world = self._gather.link.rank, self._gather.link.world
+        return self._gather
+
+    @torch.no_grad()
+    def _start_alike(self) -> None:
+        """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
+        if self.pending == 0:
+            loaded = [] if self._resumed else self._loaded()
+            for name in loaded:
+                self._anchor[name].copy_(self._parameters[name])
+            if loaded or not self._inside:
+                self._buffers.follow()
+        link = self._connected().link
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        link.agree({"spec": spec_text(self.mean.recipes)}, describe(named))
+        states = link.gather_short(self._digest() + bytes([self.pending > 0]))
+        if len({state[:-1] for state in states}) > 1:
+            if any(state[-1] for state in states):
+                raise AggregateError(
+                    "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
+                )
+            self._take_common()
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                link.broadcast(tensor)
+            for name, parameter in self._parameters.items():
+                self._anchor[name].copy_(parameter)
+            self._buffers.follow()
+        if self.pending == 0:
+            self._go_on()
+        self._started, self._resumed = True, False
+
+    def _loaded(self) -> list[str]:
+        """Parameters that are not where this rank left them, such as by loading a model between two blocks."""
+        return [
+            name
+            for name, p in self._parameters.items()
+            if not any(torch.equal(p, t.to(p.dtype)) for t in (self._anchor[name], self._beginning(name)))
+        ]
+
+    def _digest(self) -> bytes:
+        """What differs where ranks have other numbers in them."""
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        # Integer buffers count the steps of a rank, and may differ later.
+        integers = [] if self._started else [b for b in self.model.buffers() if not b.is_floating_point()]
+        sha = hashlib.sha256()
+        for tensor in (*self._anchor.values(), *self._buffers.common.values(), *frozen, *integers):
+            sha.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return sha.digest()
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        self.pending += 1
+        self.dense_bytes += 4 * self.mean.total
+        every = self.sync_every(self.steps) if callable(self.sync_every) else self.sync_every
+        if self.pending >= _checked_steps(every):
+            self._sync()
+
+    def sync(self) -> None:
+        """Exchange now, whatever `sync_every` says; all ranks must call it."""
+        if self._hook is None:
+            raise GradwireError("sync() belongs in the `with` block")
+        self._sync()
+
+    # ── one sync ──
+
+    @torch.no_grad()
+    def _sync(self, left: bool = False, flush: bool = False) -> bool:
+        """Average the updates of all ranks that took steps; whether all ranks have left the block.
+
+        To flush is to send a larger part of what is left in the error memories, when no step is to follow: the model
+        is at the common parameters then.
+        """
+        if set(_trainable(self.model)) != set(self._parameters):
+            raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
+        means = {
+            name: _difference(p, self._anchor[name] if flush else self._beginning(name))
+            for name, p in self._parameters.items()
+            if not flush or self._has_rest(name, p.numel())
+        }
+        send = flush or self.pending > 0
+        if left:
+            with_buffers = send or self._buffers.changed()
+        else:
+            with_buffers = send and self.mean.steps % self._buffers_every == 0
+        try:
+            self.mean.clock = self.steps
+            start = time.perf_counter()
+            messages = sync_round.exchange(
+                self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
+            )
+            self._wait_s += time.perf_counter() - start
+        except BaseException as error:
+            self._connected().link.give_up(error)
+            self.mean.abandon_step()
+            raise
+        own = messages[self.mean.rank]
+        if any(message.usable for message in messages):
+            self._move(means)
+            self.syncs += 1
+        if own.diverged:
+            # Nothing of this rank's update was used: it keeps its old error memory, and no momentum.
+            self.mean.residual.rollback()
+            reset_optimizer(self.optimizer)
+        else:
+            sent = self.mean.take_sent()
+            mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
+        self.mean.end_step()
+        self._connected().link.at_step(self.mean.steps)
+        if left:
+            self._take_common()
+        elif any(message.sent for message in messages):
+            if with_buffers or own.diverged:
+                self._buffers.take(only_averaged=not own.diverged)
+            self._go_on()
+        self.pending = 0
+        return all(message.left for message in messages)
+
+    def _move(self, means: dict[str, torch.Tensor]) -> None:
+        """The common parameters make an outer step along the mean update."""
+        for name, mean in means.items():
+            self._anchor[name].grad = -mean.to(self._anchor[name].dtype)
+        self._outer.step()
+        for anchor in self._anchor.values():
+            anchor.grad = None
+
+    def _has_rest(self, name: str, entries: int) -> bool:
+        """Whether a last exchange has something to send of this parameter."""
+        return self.mean.recipe_of(name).flush > 0 and own_recipe(name, entries, self.mean.recipes).decay > 0
+
+    def _beginning(self, name: str) -> torch.Tensor:
+        """Where this rank goes on from after a sync: the common parameters and `ahead` times what it did not send."""
+        ahead, memory = self.mean.recipe_of(name).ahead, self.mean.residual.memory.get(name)
+        anchor = self._anchor[name]
+        return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
+
+    def _go_on(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._beginning(name))
+
+    def _take_common(self) -> None:
+        """The model has the parameters and buffers that all ranks share."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._anchor[name])
+        self._buffers.take()
+
+    # ── what users see ──
+
+    @contextmanager
+    @torch.no_grad()
+    def common_parameters(self) -> Iterator[None]:
+        """For evaluation between syncs: while it lasts, the model has the parameters and buffers that all ranks share.
+
+        What is done to them in the meantime is undone.
+        """
+        tensors = [*self._parameters.values(), *self.model.buffers()]
+        own = [t.clone() for t in tensors]
+        self._take_common()
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, own, strict=True):
+                tensor.copy_(before)
+
+    def stats(self) -> dict[str, float]:
+        """Totals of this rank; `dense_bytes` is what fp32 gradients of all local steps would have been."""
+        own, gather = self.mean.stats(), self._gather
+        return {
+            "steps": self.steps - self._steps_before,
+            "syncs": self.syncs,
+            **own,
+            "wire_bytes_sent": gather.link.bytes_sent if gather else 0,
+            "wire_bytes_received": gather.link.bytes_received if gather else 0,
+            "wait_s": self._wait_s,
+            "dense_bytes": self.dense_bytes,
+            "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's error memory, its place between two syncs, the common parameters and the outer optimizer.
+
+        Save the model and the optimizer of every rank beside it: between syncs they differ.
+        """
+        return {
+            **self.mean.state_dict(),
+            "local_steps": self.steps,
+            "pending": self.pending,
+            "inside": self._inside,
+            "anchor": {name: a.detach().cpu().clone() for name, a in self._anchor.items()},
+            "buffers": {name: b.detach().cpu().clone() for name, b in self._buffers.common.items()},
+            "outer": copy.deepcopy(self._outer.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._hook is not None:
+            raise GradwireError("load the state before the `with` block")
+        for key, own in (("anchor", self._anchor), ("buffers", self._buffers.common)):
+            saved = state.get(key) if isinstance(state, Mapping) else None
+            if not isinstance(saved, Mapping) or {n: t.shape for n, t in saved.items()} != {
+                n: t.shape for n, t in own.items()
+            }:
+                raise GradwireError(f"not the state of a LocalSGD of this model: its {key!r} do not fit")
+        self.mean.load_state_dict(state, set(self._parameters))
+        with torch.no_grad():
+            for name, saved in state["anchor"].items():
+                self._anchor[name].copy_(saved)
+            for name, saved in state["buffers"].items():
+                self._buffers.common[name].copy_(saved)
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch would go on writing to the caller's tensors
+        self.steps = self._steps_before = int(state["local_steps"])
+        self.pending = int(state["pending"])
+        self._inside = self._resumed = bool(state["inside"])
+        self._started = True
+
+
+def _remind(*_: object) -> None:
+    """Until the block is entered for the first time. It keeps no hold of the LocalSGD, which may be gone."""
+    warnings.warn(
+        "the optimizer steps outside of the LocalSGD block, so nothing is exchanged: use `with LocalSGD(…):`",
+        stacklevel=3,
+    )
+
+
+def _difference(parameter: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """What local steps have added since the parameter was the anchor, rounded to its own dtype."""
+    return (parameter.to(anchor.dtype) - anchor.to(parameter.dtype).to(anchor.dtype)).float()
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _divide_spec(spec: Spec) -> tuple[Spec, dict[str, Any]]:
+    """What is for parameters, and the recipes for buffers."""
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    of_buffers = {p[len(BUFFERS) :]: s for p, s in spec.items() if isinstance(p, str) and p.startswith(BUFFERS)}
+    others = {p: s for p, s in spec.items() if not (isinstance(p, str) and p.startswith(BUFFERS))}
+    return others, parse_spec(of_buffers) if of_buffers else {}
+
+
+def _checked_steps(every: Any) -> int:
+    try:
+        if isinstance(every, bool) or operator.index(every) < 1:
+            raise TypeError
+    except TypeError:
+        raise SpecError(f"sync_every must be 1 or more steps, or a function of the step to it, not {every!r}") from None
+    return operator.index(every)
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise GradwireError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise GradwireError("LocalSGD takes the place of DistributedDataParallel: pass the model itself")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GradwireError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held & {id(p) for p in _trainable(model).values()}:
+        raise GradwireError("the optimizer holds no trainable parameter of the model")
+    if not held <= {id(p) for p in model.parameters()}:
+        raise GradwireError(
+            "the optimizer holds parameters that are not the model's, and would not be synced: "
+            "put all modules that it trains into one, such as nn.ModuleList([model, head])"
+        )
