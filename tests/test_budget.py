@@ -7,8 +7,8 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
-from gradwire.aggregate.messages.tensor_parts import parse_spec, recipe_of
 from gradwire.catalogue.budget import SMALL, Layer
+from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_name
 from helpers import encode_into
 from test_grid import heavy
 
@@ -124,5 +124,5 @@ def test_impossible_budgets_name_the_least():
 def test_zeros_and_riches():
     spec = gradwire.allocate({"zeros": torch.zeros(10_000), "a[0].w": heavy(5000)}, 10**6)
     assert rate_of(spec["a[[]0].w"]) == 8  # names are patterns to ddp.attach: brackets are escaped
-    assert str(recipe_of("a[0].w", parse_spec(spec))) == spec["a[[]0].w"]
+    assert str(recipe_of_name("a[0].w", parse_spec(spec))) == spec["a[[]0].w"]
     assert Layer(["x"], torch.zeros(5000), (), torch.empty(0).numpy(), torch.empty(0).numpy()).rate(1.0) == 0.001

@@ -16,8 +16,8 @@ from gradwire import GradwireError, SpecError
 
 pytest.importorskip("flwr")
 
-from gradwire.aggregate.messages import tensor_parts
-from gradwire.aggregate.messages.tensor_parts import own_recipe, parse_spec
+from gradwire.catalogue import spec_by_name
+from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_tensor
 from gradwire.flower.client import byte_budget
 from gradwire.flower.client.byte_budget import parse_bytes, within
 from gradwire.flower.shared import update
@@ -49,7 +49,7 @@ BASE = {name: torch.zeros_like(t) for name, t in (a_model() | INTEGERS).items()}
 
 def decays(spec, tensors) -> dict[str, float]:
     recipes = parse_spec(update.full_spec(spec))
-    return {name: own_recipe(name, t.numel(), recipes).decay for name, t in tensors.items()}
+    return {name: recipe_of_tensor(name, t.numel(), recipes).decay for name, t in tensors.items()}
 
 
 def check_conservation(spec, sent, differences, before, memory) -> None:
@@ -283,6 +283,6 @@ def test_a_pattern_for_every_tensor_of_a_large_model_is_compiled_once():
     """fnmatch alone, which remembers 256 patterns, would compile 180,000 here."""
     names = [f"layer[{i}].weight" for i in range(600)]
     recipes = parse_spec({glob.escape(name): "none" for name in names})
-    before = tensor_parts._compiled.cache_info().misses
-    assert all(tensor_parts.recipe_of(name, recipes) == gradwire.recipe("none") for name in names)
-    assert tensor_parts._compiled.cache_info().misses - before <= 600
+    before = spec_by_name._compiled.cache_info().misses
+    assert all(spec_by_name.recipe_of_name(name, recipes) == gradwire.recipe("none") for name in names)
+    assert spec_by_name._compiled.cache_info().misses - before <= 600

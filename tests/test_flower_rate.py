@@ -14,7 +14,7 @@ from gradwire import SpecError
 
 pytest.importorskip("flwr")
 
-from gradwire.aggregate.messages.tensor_parts import parse_spec, recipe_of
+from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_name
 from gradwire.flower.shared import update
 from gradwire.flower.shared.adaptive_rate import AdaQuantFL, FedDQ, parse, spec_for
 
@@ -100,7 +100,7 @@ def test_adaquantfl_rises_as_the_loss_falls(losses):
 
 def spec_of(x: torch.Tensor, resolution: float) -> int:
     spec = spec_for(FedDQ(resolution).instruction(), {"w[0].weight": x})
-    return levels(str(recipe_of("w[0].weight", parse_spec(spec))))
+    return levels(str(recipe_of_name("w[0].weight", parse_spec(spec))))
 
 
 def test_feddq_by_its_formula():
@@ -130,9 +130,9 @@ def test_feddq_tells_tensors_apart_and_keeps_running_statistics():
     differences = {NAMES[0]: x, NAMES[1]: x[:100] * 1e-3, NAMES[2]: x[:50], "none": torch.zeros(0)}
     spec = spec_for("feddq:resolution=0.01", differences)
     recipes = parse_spec(spec)
-    assert levels(str(recipe_of(NAMES[0], recipes))) == 255
-    assert levels(str(recipe_of(NAMES[1], recipes))) == 3
-    assert recipe_of(NAMES[2], recipes).name == "bf16"
+    assert levels(str(recipe_of_name(NAMES[0], recipes))) == 255
+    assert levels(str(recipe_of_name(NAMES[1], recipes))) == 3
+    assert recipe_of_name(NAMES[2], recipes).name == "bf16"
     found = update.decode(update.encode(differences, {}, list(differences), spec).data,
                           {n: torch.zeros_like(t) for n, t in differences.items()})  # fmt: skip
     step = 2 * float(x.abs().max()) / 254

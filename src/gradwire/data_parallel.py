@@ -27,8 +27,8 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from gradwire.aggregate.messages.tensor_parts import Spec
 from gradwire.aggregate.transport.link import Link
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.engine.gradients import Gradients, Handle, Options, Scaler, named_parameters
 from gradwire.errors import AggregateError, GradwireError
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregate.messages import present_tensors
-from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.checkpoints.rank_states import refuse_pickling
 from gradwire.engine.gradients import Gradients, Handle, Options, Scaler, named_parameters
 from gradwire.errors import GradwireError

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.aggregate.messages.tensor_parts import SMALL
 from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.spec_by_name import SMALL
 from gradwire.codecs import CONVERTIBLE, Codec
 from gradwire.convert.grid_fit import SIDE
 from gradwire.convert.grid_search import SHIFTS, Curve

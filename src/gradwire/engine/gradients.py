@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from gradwire.aggregate.exchanges.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import Spec, spec_text
 from gradwire.aggregate.peers.handshake import Facts, describe
 from gradwire.aggregate.sums.aggregator_or_none import by_aggregator
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.recipe import Recipe
+from gradwire.catalogue.spec_by_name import Spec, spec_text
 from gradwire.checkpoints.rank_states import AllRanks, own_part, refuse_pickling
 from gradwire.correct.momentum import Takeover
 from gradwire.engine import auto

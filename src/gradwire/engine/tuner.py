@@ -7,8 +7,8 @@ import time
 
 from gradwire.aggregate.exchanges.reducer import ALL_GATHER, ALL_REDUCE, SCATTER_REDUCE, Reducer
 from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import parse_spec
 from gradwire.aggregate.transport.link import Link
+from gradwire.catalogue.spec_by_name import parse_spec
 from gradwire.engine import auto
 from gradwire.engine.auto import Auto
 from gradwire.engine.cost_model import Load, Speed, all_reduce_s

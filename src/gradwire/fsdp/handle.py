@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.aggregate.messages.tensor_parts import Spec, parse_spec, recipe_of, spec_text
 from gradwire.aggregate.transport.link import Link, reduce_scatter_tensor
 from gradwire.catalogue.recipe import Recipe
+from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name, spec_text
 from gradwire.checkpoints.rank_states import AllRanks, own_part
 from gradwire.correct.error_memory import memory_in
 from gradwire.correct.flat_error_memory import FlatMemory
@@ -184,7 +184,7 @@ def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_s
     modules = modules_of(model)
     for module in modules:
         for name in module.sizes:
-            recipe_of(name, recipes)
+            recipe_of_name(name, recipes)
     if len({(module.shard_group, module.replicas) for module in modules}) > 1:
         raise GradwireError("the modules of this model are sharded over different meshes: one is needed")
     before = getattr(model, "_gradwire_fsdp", None)

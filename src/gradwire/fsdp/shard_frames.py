@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from gradwire.aggregate.messages.mean import Mean, unusable
-from gradwire.aggregate.messages.tensor_parts import Piece, Spec, whole
+from gradwire.aggregate.messages.tensor_parts import Piece, whole
 from gradwire.aggregate.transport.message_prefix import PREFIX
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.correct.flat_error_memory import FlatMemory
 from gradwire.errors import FrameError
 from gradwire.frame import headers

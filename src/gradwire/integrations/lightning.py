@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import ddp
-from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import GradwireError
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gradwire import ddp
-from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.checkpoints.run_file import write_whole
 from gradwire.errors import GradwireError
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from gradwire import codecs
-from gradwire.aggregate.messages.tensor_parts import Recipes, recipe_of
 from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.spec_by_name import Recipes, recipe_of_name
 from gradwire.errors import FrameError, GradwireError, SpecError
 from gradwire.frame import headers
 
@@ -30,7 +30,7 @@ class Buffers:
                 raise SpecError(f"buffer:{pattern}: {chosen} needs a memory, which buffers have not: use none or bf16")
         recipes = {**recipes, "*": recipes.get("*", recipe("bf16"))}
         self.common = {name: b.detach().clone() for name, b in self._now().items()}  # as of the last sync
-        self._recipes = {name: recipe_of(name, recipes) for name in self.common}
+        self._recipes = {name: recipe_of_name(name, recipes) for name in self.common}
         self._averaged: set[str] = set()
 
     def _now(self) -> dict[str, torch.Tensor]:

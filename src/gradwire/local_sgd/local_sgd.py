@@ -32,10 +32,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import Spec, own_recipe, parse_spec, spec_text
 from gradwire.aggregate.peers.handshake import describe
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.link import Link
+from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_tensor, spec_text
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.local_sgd import sync_round
@@ -258,7 +258,7 @@ class LocalSGD:
 
     def _has_rest(self, name: str, entries: int) -> bool:
         """Whether a last exchange has something to send of this parameter."""
-        return self.mean.recipe_of(name).flush > 0 and own_recipe(name, entries, self.mean.recipes).decay > 0
+        return self.mean.recipe_of(name).flush > 0 and recipe_of_tensor(name, entries, self.mean.recipes).decay > 0
 
     def _beginning(self, name: str) -> torch.Tensor:
         """Where this rank goes on from after a sync: the common parameters and `ahead` times what it did not send."""

@@ -26,16 +26,7 @@ import torch
 from gradwire.aggregate.exchanges.shard_memory import ShardMemory
 from gradwire.aggregate.messages import present_tensors
 from gradwire.aggregate.messages.mean import Mean, unusable
-from gradwire.aggregate.messages.tensor_parts import (
-    Named,
-    Part,
-    Piece,
-    fingerprint,
-    messages,
-    own_recipe,
-    owners,
-    shards,
-)
+from gradwire.aggregate.messages.tensor_parts import Named, Part, Piece, fingerprint, messages, owners, shards
 from gradwire.aggregate.sums.sum_exchange import Summed
 from gradwire.aggregate.sums.word_sums import OverLink, WordSums
 from gradwire.aggregate.transport.all_gather import AllGather
@@ -45,6 +36,7 @@ from gradwire.aggregate.transport.host_copies import Staging
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.catalogue.recipe import Recipe
+from gradwire.catalogue.spec_by_name import recipe_of_tensor
 from gradwire.errors import AggregateError, FrameError
 
 ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
@@ -94,7 +86,7 @@ class Reducer:
         """What is added up on its way travels with its like alone."""
         alike: dict[Recipe | None, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in tensors:
-            recipe = own_recipe(name, tensor.numel(), self.mean.recipes)
+            recipe = recipe_of_tensor(name, tensor.numel(), self.mean.recipes)
             if tensor.numel():
                 alike.setdefault(recipe if recipe.sums else None, []).append((name, tensor))
         for group in alike.values():
@@ -162,7 +154,7 @@ class Reducer:
         yield Pause(lambda: False)
         mean = self.mean
         for name, tensor in self._staging.tensors.items():
-            masked = own_recipe(name, tensor.numel(), mean.recipes).mask  # has had its momentum before the exchange
+            masked = recipe_of_tensor(name, tensor.numel(), mean.recipes).mask  # had its momentum before the exchange
             if name in mean.factors and not masked and name not in self._missing - self._touched:
                 tensor.copy_(mean.accelerated(name, tensor))
         self._staging.put_back()
@@ -332,7 +324,9 @@ class Reducer:
         state = self.mean.state_dict()
         if self.host is not None:  # each of its ranks remembers for its own shard, on behalf of all
             mean, own = self.mean, state["memory"]
-            kept = (name for name, shape in mean.shapes.items() if own_recipe(name, shape.numel(), mean.recipes).decay)
+            kept = (
+                name for name, shape in mean.shapes.items() if recipe_of_tensor(name, shape.numel(), mean.recipes).decay
+            )
             state["memory"] = {name: own.get(name, torch.zeros(mean.shapes[name])) * self.host.world for name in kept}
         memory, grids = self.shards.state_dict(self.mean.scale), self.summed.state_dict()
         return {**state, **({"shards": memory} if memory else {}), **({"grids": grids} if grids else {})}
@@ -359,7 +353,7 @@ class Reducer:
         """Each rank remembers for its own shard what the ranks of the host have left on average, and nothing else."""
         mean = self.mean
         for name, shape in mean.shapes.items():
-            if not own_recipe(name, shape.numel(), mean.recipes).decay:
+            if not recipe_of_tensor(name, shape.numel(), mean.recipes).decay:
                 continue
             on_host = mean.residual.memory.pop(name, torch.zeros(shape)).to(host.device)
             host.wait(host.all_reduce(on_host))

@@ -20,19 +20,10 @@ import numpy as np
 import torch
 
 from gradwire import codecs
-from gradwire.aggregate.messages.tensor_parts import (
-    Named,
-    Part,
-    Piece,
-    Recipes,
-    Spec,
-    divide,
-    own_recipe,
-    parse_spec,
-    recipe_of,
-)
+from gradwire.aggregate.messages.tensor_parts import Named, Part, Piece, divide
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.catalogue.recipe import Recipe, budget_parts
+from gradwire.catalogue.spec_by_name import Recipes, Spec, parse_spec, recipe_of_name, recipe_of_tensor
 from gradwire.correct.error_memory import Residual, memory_in
 from gradwire.correct.momentum import Factor, Velocity
 from gradwire.engine.log import Error
@@ -66,10 +57,10 @@ class Mean:
         self._share_budget()
 
     def recipe_of(self, name: str) -> Recipe:
-        return recipe_of(name, self.recipes)
+        return recipe_of_name(name, self.recipes)
 
     def own_recipe(self, part: Part) -> Recipe:
-        return own_recipe(part.name, part.tensor.numel(), self.recipes)
+        return recipe_of_tensor(part.name, part.tensor.numel(), self.recipes)
 
     @property
     def flushing(self) -> Recipes:
@@ -89,7 +80,7 @@ class Mean:
 
     def _share_budget(self) -> None:
         sizes = self.sizes
-        self.shares = budget_parts(sizes, {name: own_recipe(name, d, self.recipes) for name, d in sizes.items()})
+        self.shares = budget_parts(sizes, {name: recipe_of_tensor(name, d, self.recipes) for name, d in sizes.items()})
 
     @property
     def total(self) -> int:
@@ -169,7 +160,7 @@ class Mean:
             squared, norm = float((wanted - sent).double().square().sum()), float(wanted.double().square().sum())
             self.measured.setdefault(part.name, Error()).add(squared, norm, share)
             for recipes, error in self.rivals.values():
-                codec = own_recipe(part.name, part.tensor.numel(), recipes).codec
+                codec = recipe_of_tensor(part.name, part.tensor.numel(), recipes).codec
                 frame_of_rival = codec.encode(wanted)
                 other = codecs.decode(frame_of_rival)
                 error.add(float((wanted - other).double().square().sum()), norm, len(frame_of_rival))
@@ -182,7 +173,7 @@ class Mean:
             limit = chosen.clip * self.scale * (tensor.numel() / self.total / self.world) ** 0.5
             norm = float(tensor.float().norm())
             tensor = tensor * (limit / norm) if norm > limit else tensor
-        masks = own_recipe(part.name, tensor.numel(), self.recipes).mask
+        masks = recipe_of_tensor(part.name, tensor.numel(), self.recipes).mask
         return part.of(self.accelerated(part.name, tensor) if masks else tensor)
 
     def accelerated(self, name: str, gradient: torch.Tensor) -> torch.Tensor:

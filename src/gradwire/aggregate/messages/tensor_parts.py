@@ -1,29 +1,22 @@
-"""Which recipe each tensor has, which tensors share a frame, and how large ones are cut."""
+"""Which tensors share a frame, and how large ones are cut."""
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 
-from gradwire.catalogue.all_recipes import recipe
 from gradwire.catalogue.recipe import Recipe
+from gradwire.catalogue.spec_by_name import SMALL, Recipes, recipe_of_tensor
 from gradwire.codecs import Codec
-from gradwire.errors import SpecError
 
-SMALL = 4096  # entries: tensors below this share a frame, each with its own step
 CHUNK = 2**22  # entries: larger tensors are cut, so that one chunk is on its way while the next is encoded
 SUMMED = 2**21  # entries of a chunk whose words are added up on their way: cells of a sketch are met at random
 ALIGNED = 2**12  # entries: where chunks begin, so that buckets and vectors of the codecs stay whole
-Spec = str | Mapping[str, str]
-Recipes = dict[str, Recipe]  # by pattern of parameter names; the first that matches counts
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -97,41 +90,6 @@ class Piece:
                 own.copy_(values.view(own.shape))
 
 
-def parse_spec(spec: Spec) -> Recipes:
-    """A recipe for every pattern of parameter names."""
-    if isinstance(spec, str):
-        return {"*": recipe(spec)}
-    if not isinstance(spec, Mapping) or not spec:
-        raise SpecError("a spec is a string, or a dict from patterns of parameter names to strings")
-    if not all(isinstance(pattern, str) for pattern in spec):
-        raise SpecError("the patterns of a dict spec are strings such as '*.bias'")
-    return {pattern: recipe(s) for pattern, s in spec.items()}
-
-
-def spec_text(recipes: Recipes) -> str:
-    """The spec that was given, in full."""
-    return str({p: str(r) for p, r in recipes.items()}) if list(recipes) != ["*"] else str(recipes["*"])
-
-
-@lru_cache(maxsize=2**16)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    # fnmatch itself remembers 256, and would compile more than that, as a pattern for each tensor, for every name anew.
-    return re.compile(fnmatch.translate(pattern))
-
-
-def recipe_of(name: str, recipes: Recipes) -> Recipe:
-    for pattern, chosen in recipes.items():
-        if _compiled(pattern).match(name):
-            return chosen
-    raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
-
-
-def own_recipe(name: str, entries: int, recipes: Recipes) -> Recipe:
-    """That of its name, or of small tensors."""
-    chosen = recipe_of(name, recipes)
-    return chosen.small if entries < SMALL and chosen.small is not None else chosen
-
-
 def divide(parts: Iterable[Part], recipes: Recipes, clock: int, shares: Mapping[str, float]) -> list[Piece]:
     """Small tensors share a frame where that changes nothing for any of them, since DDP hands over others together
     in its first step; tensors that entries are selected from together share one too. All others have their own."""
@@ -139,7 +97,7 @@ def divide(parts: Iterable[Part], recipes: Recipes, clock: int, shares: Mapping[
     single: list[Piece] = []
     for part in parts:
         entries = part.tensor.numel()
-        chosen = own_recipe(part.name, entries, recipes)
+        chosen = recipe_of_tensor(part.name, entries, recipes)
         codec = chosen.at(clock, shares.get(part.name, 1.0))
         coded_alone = (codec.converter.lists_segments or codec.converter.elementwise) and not codec.stochastic
         if chosen.whole_model or (entries < SMALL and coded_alone):
@@ -156,7 +114,7 @@ def messages(tensors: Named, recipes: Recipes) -> list[list[Part]]:
     result: list[list[Part]] = []
     filled = 0
     for part in whole(tensors):
-        chosen = own_recipe(part.name, part.size, recipes)
+        chosen = recipe_of_tensor(part.name, part.size, recipes)
         most = SUMMED if chosen.sums else CHUNK
         # What is selected from a whole tensor, or corrected as a whole, is not cut.
         uncut = chosen.codec.converter.selects or chosen.mask or chosen.clip

@@ -25,7 +25,7 @@ from fractions import Fraction
 import torch
 
 from gradwire import kernels
-from gradwire.aggregate.messages.tensor_parts import SMALL, Spec, own_recipe, parse_spec
+from gradwire.catalogue.spec_by_name import SMALL, Spec, parse_spec, recipe_of_tensor
 from gradwire.errors import GradwireError, SpecError
 from gradwire.flower.client import coarser_recipes
 from gradwire.flower.client.fit_length import Point, closest
@@ -72,7 +72,9 @@ class _TooLong:
         self.memory, self.steps, self.seed = memory, steps, seed
         self.spec = {pattern: str(r) for pattern, r in parse_spec(full_spec(spec)).items()}
         self.recipes = parse_spec(self.spec)
-        self.own = {name: own_recipe(name, t.numel(), self.recipes) for name, t in differences.items() if t.numel()}
+        self.own = {
+            name: recipe_of_tensor(name, t.numel(), self.recipes) for name, t in differences.items() if t.numel()
+        }
         self.waiting: dict[str, torch.Tensor] = {}  # u = d + γe of tensors with a memory
         self.lost: dict[str, torch.Tensor] = {}  # d of those without, which cannot wait
         for name, chosen in self.own.items():

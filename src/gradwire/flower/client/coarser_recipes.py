@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from gradwire.aggregate.messages.tensor_parts import SMALL
 from gradwire.catalogue.all_recipes import DITHERED_RATE, recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import Values
+from gradwire.catalogue.spec_by_name import SMALL
 from gradwire.convert.sparse import Sparse
 from gradwire.errors import SpecError
 

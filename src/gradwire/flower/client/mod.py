@@ -13,7 +13,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message
 from flwr.supercore import log
 
-from gradwire.aggregate.messages.tensor_parts import Spec, parse_spec
+from gradwire.catalogue.spec_by_name import Spec, parse_spec
 from gradwire.errors import FrameError, GradwireError
 from gradwire.flower.client import byte_budget
 from gradwire.flower.client.error_memory import ErrorMemory, fitting

@@ -18,10 +18,10 @@ from collections import deque
 
 import torch
 
-from gradwire.aggregate.messages.tensor_parts import Spec, parse_spec
 from gradwire.catalogue.all_recipes import recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import Values
+from gradwire.catalogue.spec_by_name import Spec, parse_spec
 from gradwire.errors import GradwireError, SpecError
 from gradwire.flower.shared import model_copy, update
 from gradwire.flower.shared.model_copy import Copy

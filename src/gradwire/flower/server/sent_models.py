@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from flwr.app import Array, ArrayRecord
 
-from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.flower.server.download_chain import Chain
 from gradwire.flower.shared import arrays
 from gradwire.flower.shared.lazy_tensors import Later

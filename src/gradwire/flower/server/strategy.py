@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import GradwireError, SpecError
 from gradwire.flower.server.download_chain import Chain
 from gradwire.flower.server.wire_grid import Wire

@@ -18,7 +18,7 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from gradwire.aggregate.messages.tensor_parts import Spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import GradwireError
 from gradwire.flower.server import rejected_replies, replies
 from gradwire.flower.server.grid_wrapper import Around

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradwire import kernels
-from gradwire.aggregate.messages.tensor_parts import Spec
 from gradwire.catalogue.all_recipes import recipe
 from gradwire.catalogue.spec import Parser, number, split, whole
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.convert.levels import MOST_LEVELS
 from gradwire.errors import SpecError, unknown_name
 from gradwire.flower.shared.update import STATISTICS, Tensors

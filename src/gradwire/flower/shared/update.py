@@ -14,9 +14,10 @@ import torch
 
 from gradwire import codecs, kernels
 from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import SMALL, Spec, whole
+from gradwire.aggregate.messages.tensor_parts import whole
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.spec_by_name import SMALL, Spec
 from gradwire.codecs import CONVERTIBLE
 from gradwire.correct.error_memory import Residual
 from gradwire.errors import FrameError, GradwireError
