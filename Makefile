@@ -17,7 +17,7 @@ test: $(VENV)/.test        ## all tests, two at a time
 
 nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, both aggregations, 2 to 4 ranks; Flower's engines
 	$(BIN)/python tests/nightly_replicas.py
-	$(BIN)/python -m pytest --slow tests/test_flower_deployment.py tests/test_federated.py
+	$(BIN)/python -m pytest --slow tests/flower/test_flower_deployment.py tests/flower/test_federated.py
 
 lint: $(VENV)/.lint        ## style and types
 	$(BIN)/ruff check .

@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from counting_proxy import CountingProxy
-from flower_fleet import Fleet, commands
 from machine import processor
+from support.flower_fleet import Fleet, commands
 
 RESULTS = Path(__file__).parent / "results" / "flower_wire.md"
 PUSH = ("/v1/fleet/push-messages", "/v1/fleet/push-object")

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 import gradwire
-from helpers import FLOATS, assemble, encode_into
-from plain_coders import plain_gammas, plain_varint
-from plain_decoder import GRID, LEVELS, SPARSE, plain_decode
+from support.helpers import FLOATS, assemble, encode_into
+from support.plain_coders import plain_gammas, plain_varint
+from support.plain_decoder import GRID, LEVELS, SPARSE, plain_decode
 
 RAW, CONSTANT, HUFFMAN, RANS = 0, 1, 2, 3
 STEP_1, ONE = bytes([0x80, 0x3F]), struct.pack("<f", 1.0)

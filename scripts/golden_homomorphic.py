@@ -8,9 +8,9 @@ import torch
 
 import gradwire
 from golden_families import name_of, numbers
-from helpers import FLOATS, assemble
-from plain_coders import plain_varint
-from plain_homomorphic import plain_cells, plain_mix
+from support.helpers import FLOATS, assemble
+from support.plain_coders import plain_varint
+from support.plain_homomorphic import plain_cells, plain_mix
 
 DENSE, BITMAP, BLOOM = range(3)
 SEGMENTED = 2

@@ -1,6 +1,6 @@
 """Write src/gradwire/models/gennorm_tables.npz: for each numbered format and each β of the grid, the best
 step in units of E|x| and the integer masses of the cells. Run it only to add a format or change the wire
-version: the tables are part of the wire format, and tests/test_gennorm.py holds their checksum.
+version: the tables are part of the wire format, and tests/models/test_gennorm.py holds their checksum.
 
     python scripts/make_gennorm_tables.py
 """

@@ -5,7 +5,7 @@ error that they must raise. They hold the code to docs/wire-format.md: tests rea
     python scripts/make_golden.py --write            write what is not there yet
     python scripts/make_golden.py --write --force    replace what is there: only with a new version of the wire format
 
-The values come from the plain decoder in tests/plain_decoder.py, not from gradwire's; both must agree here already.
+The values come from the plain decoder in tests/support/plain_decoder.py, not from gradwire's; both must agree here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 import golden_families  # noqa: E402
 import golden_homomorphic  # noqa: E402
 import gradwire  # noqa: E402
-import helpers  # noqa: E402
-import plain_coders  # noqa: E402
 from golden_families import name_of, numbers  # noqa: E402
-from helpers import DTYPES, FLOATS, assemble, bits, encode_into, repair  # noqa: E402
-from plain_coders import plain_varint  # noqa: E402
-from plain_decoder import plain_decode  # noqa: E402
+from support import helpers, plain_coders  # noqa: E402
+from support.helpers import DTYPES, FLOATS, assemble, bits, encode_into, repair  # noqa: E402
+from support.plain_coders import plain_varint  # noqa: E402
+from support.plain_decoder import plain_decode  # noqa: E402
 
 RAW, CONSTANT, HUFFMAN, RANS = 0, 1, 2, 3
 GENNORM, HISTOGRAM = 1, 2

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The native module under AddressSanitizer and UBSan: tests/test_native.py, and damaged frames on every instruction set.
+# The native module under AddressSanitizer and UBSan: tests/kernels/test_native.py, and damaged frames on every instruction set.
 # Needs gcc and the .venv that `make test` makes.
 #
 #     scripts/sanitize.sh [frames to damage, 20000 if not said]
@@ -32,8 +32,8 @@ sanitized() {
 
 sanitized -c 'import sys; from gradwire import _native; assert _native.__file__.startswith(sys.argv[1]), _native.__file__' "$build"
 # capture=sys: pytest would otherwise keep what the sanitizer says to itself, and die with it.
-sanitized -m pytest -p no:cacheprovider --capture=sys tests/test_native.py tests/test_positions.py tests/test_grid.py tests/test_sparse.py \
-  tests/test_levels.py tests/test_rows.py tests/test_sketch.py tests/test_aggregator.py tests/test_aggregator_faults.py
+sanitized -m pytest -p no:cacheprovider --capture=sys tests/kernels/test_native.py tests/compress/test_positions.py tests/kernels/test_grid.py tests/convert/test_sparse.py \
+  tests/convert/test_levels.py tests/kernels/test_rows.py tests/convert/test_sketch.py tests/aggregator/test_aggregator.py tests/aggregator/test_aggregator_faults.py
 if [ -e tests/fuzz_decode.py ]; then
   # The peak memory says little here: freed memory is kept for a while to see that nobody uses it.
   sanitized tests/fuzz_decode.py --frames "$frames" --max-growth-mb 4000

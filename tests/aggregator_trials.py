@@ -18,9 +18,9 @@ from multiprocessing.synchronize import Event
 
 import torch
 
-from aggregation import JOB, Words, equal, joined, serving, some_words, sums
 from gradwire.aggregator.packet.packet_format import PACKET_BYTES, WORDS, Kind, Packet
-from lossy import Faults, LossyProxy
+from support.aggregation import JOB, Words, equal, joined, serving, some_words, sums
+from support.lossy import Faults, LossyProxy
 
 
 def sizes_of(seed: int, round_: int) -> tuple[int, int]:

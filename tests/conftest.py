@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import BACKENDS, use_backend
+from support.helpers import BACKENDS, use_backend
 
 torch.set_num_threads(1)  # tensors are small here, and tests may run beside each other
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from ranks import Net, loss_of
+from support.ranks import Net, loss_of
 
 TIMEOUT = 3.0  # seconds: the process group's
 GRACE = 4.0  # seconds that survivors may need beyond it

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 import gradwire
-from helpers import DTYPES, FLOATS, SPECS, assemble, bits, encode_into, gradient, repair, use_backend
-from plain_coders import plain_gammas, plain_normalize, plain_rans_encode, plain_varint
+from support.helpers import DTYPES, FLOATS, SPECS, assemble, bits, encode_into, gradient, repair, use_backend
+from support.plain_coders import plain_gammas, plain_normalize, plain_rans_encode, plain_varint
 
 MAX_ELEMENTS = 4096
 LONGEST = 1 << 16

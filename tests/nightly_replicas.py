@@ -14,8 +14,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ranks import launch
-from replicas import AGGREGATIONS, Training, progress_line, recipes_for_a_hook, verdict, work
+from support.ranks import launch
+from support.replicas import AGGREGATIONS, Training, progress_line, recipes_for_a_hook, verdict, work
 
 WORLDS = (2, 3, 4)
 Found = dict[tuple[Training, int], str]  # what came of it, with so many ranks

@@ -12,12 +12,12 @@ import multiprocessing
 import threading
 from multiprocessing.synchronize import Event
 
-from aggregation import KEY
 from aggregator_trials import flood, read_options, trial, work
 from gradwire.aggregator.server import Server
 from gradwire.aggregator.xdp.engine import Xdp
-from lossy import LossyProxy
-from xdp_hosts import SWITCH, XdpHosts, enter, missing
+from support.aggregation import KEY
+from support.lossy import LossyProxy
+from support.xdp_hosts import SWITCH, XdpHosts, enter, missing
 
 PORT = 9999
 ADDRESS = f"{XdpHosts.address}:{PORT}"

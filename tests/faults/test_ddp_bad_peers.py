@@ -1,0 +1,157 @@
+"""Compressed DDP with peers that disagree, hang and die; one launch of three workers for all scenarios."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire import AggregateError
+from support.ranks import backward, connect, launch, make_ddp
+
+
+class Bucket:
+    """What DDP hands to a hook; made by hand, because DDP itself refuses models that differ in shape."""
+
+    def __init__(self, sizes: list[int], index: int = 0, last: bool = True):
+        self._parameters = [torch.zeros(n) for n in sizes]
+        self._buffer, self._index, self._last = torch.randn(sum(sizes)), index, last
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._buffer.split([p.numel() for p in self._parameters]))
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def bad_work(rank: int, folder: Path) -> dict[str, object]:
+    """Each scenario has a process group of its own, of which nothing may be left. The last one kills rank 1.
+
+    The time that is measured starts with the scenario, or where it adds to the clock.
+    """
+    results: dict[str, object] = {}
+    for scenario, seconds in (
+        (other_spec, 20), (other_sizes, 20), (other_parameters, 20), (more_buckets, 10), (damage, 20), (hang, 5),
+        (death, 10),
+    ):  # fmt: skip
+        connect(rank, folder, scenario.__name__, seconds)
+        clock = [time.monotonic()]
+        try:
+            value: object = scenario(rank, clock)
+        except Exception as error:
+            value = (type(error).__name__, str(error))
+        results[scenario.__name__] = {"value": value, "seconds": time.monotonic() - clock[-1]}
+        dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> list[dict | None]:
+    return launch(bad_work, tmp_path_factory.mktemp("bad"), seconds=120)
+
+
+def check_aggregate_error(result: dict, message: str, seconds: float) -> None:
+    kind, text = result["value"]
+    assert kind == AggregateError.__name__, text
+    assert message in text
+    assert result["seconds"] < seconds
+
+
+def other_spec(rank: int, clock: list[float]) -> None:
+    """Rank 0 sends the biases in a frame of their own."""
+    model = make_ddp()
+    gradwire.ddp.attach(model, {"*.bias": "none", "*": "co3"} if rank == 0 else "co3")
+    backward(model, rank, 0)
+
+
+def other_sizes(rank: int, clock: list[float]) -> None:
+    gradwire.ddp.State("co3").reduce(Bucket([5000 + 10 * rank]))
+
+
+def other_parameters(rank: int, clock: list[float]) -> None:
+    gradwire.ddp.State("co3").reduce(Bucket([5000, 5000] if rank == 2 else [5000]))
+
+
+def more_buckets(rank: int, clock: list[float]) -> None:
+    """Rank 0 goes on to a second bucket that nobody else has."""
+    state = gradwire.ddp.State("co3")
+    state.reduce(Bucket([5000], last=rank != 0))
+    if rank == 0:
+        state.reduce(Bucket([5000], index=1))
+
+
+def damage(rank: int, clock: list[float]) -> None:
+    """A bit of what rank 2 sends is flipped on its way."""
+    state = gradwire.ddp.State("co3")
+    gather = state.reducer._all_gather
+    start = gather.start
+
+    def damaged_start(key: object, subject: object, block: torch.Tensor, length: int) -> object:
+        if rank == 2:
+            block[length] ^= 1
+        return start(key, subject, block, length)
+
+    gather.start = damaged_start
+    state.reduce(Bucket([5000]))
+
+
+def hang(rank: int, clock: list[float]) -> None:
+    """Rank 1 falls asleep in the middle of a step, for longer than the timeout of five seconds."""
+    model = make_ddp()
+    gradwire.ddp.attach(model, "co3")
+    backward(model, rank, 0)
+    backward(model, rank, 1)
+    if rank == 1:
+        model.module.first.weight.register_hook(lambda grad: time.sleep(12))
+    clock.append(time.monotonic())
+    backward(model, rank, 2)
+
+
+def death(rank: int, clock: list[float]) -> None:
+    """Rank 1 is killed in the middle of a step, with buckets under way."""
+    model = make_ddp()
+    gradwire.ddp.attach(model, "co3")
+    backward(model, rank, 0)
+    backward(model, rank, 1)
+    if rank == 1:
+        model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    clock.append(time.monotonic())
+    backward(model, rank, 2)
+
+
+@pytest.mark.parametrize("scenario", ["other_spec", "other_sizes", "other_parameters", "damage"])
+def test_workers_that_disagree_are_told(bad, scenario):
+    for rank in (0, 2):
+        check_aggregate_error(bad[rank][scenario], "same model", seconds=10)
+    assert "checksum mismatch" in bad[0]["damage"]["value"][1]
+    assert "rank 2 sent" in bad[0]["damage"]["value"][1]
+
+
+def test_a_bucket_that_nobody_else_has_is_an_error(bad):
+    check_aggregate_error(bad[0]["more_buckets"], "rank 1 is gone", seconds=15)
+
+
+def test_a_peer_that_hangs_is_an_error_after_the_timeout(bad):
+    for rank in (0, 2):
+        check_aggregate_error(bad[rank]["hang"], "rank 1 is alive and computes in step 2", seconds=11)
+
+
+def test_a_peer_that_dies_is_an_error_within_the_timeout(bad):
+    assert bad[1] is None, "rank 1 was killed"
+    for rank in (0, 2):
+        check_aggregate_error(bad[rank]["death"], "rank 1 is gone", seconds=10)

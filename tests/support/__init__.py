@@ -1,0 +1,1 @@
+"""What several tests share: ranks, tensors, plain decoders, an aggregator in a thread, Flower apps."""
