@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.packet.packet_format import WORDS
 from gradwire.aggregator.server import Server
-from gradwire.aggregator.userspace_engine import Userspace
+from gradwire.aggregator.userspace_engine import UserspaceEngine
 from hosts import Hosts, Loopback, run
 
 KEY, JOB = os.urandom(16), os.urandom(16)
@@ -36,7 +36,7 @@ def cpu() -> float:
 def serve(pipe: Any, network: Hosts | Loopback, place: int, key: bytes) -> None:
     network.enter(place)
     ip = "127.0.0.1" if network.shared else f"10.77.0.{place + 1}"
-    server = Server(Userspace((ip, 0)), key)
+    server = Server(UserspaceEngine((ip, 0)), key)
     pipe.send(f"{ip}:{server.engine.address[1]}")
     before = cpu()
     server.serve(lambda: not pipe.poll())

@@ -54,7 +54,7 @@ class Done:
 class ThreadLink(Link):
     def __init__(self, meeting: Meeting, rank: int):
         self.meeting, self.world, self.rank = meeting, meeting.world, rank
-        self.device, self.exact, self.roll_call = torch.device("cpu"), True, None
+        self.device, self.exact_lengths, self.roll_call = torch.device("cpu"), True, None
         self.bytes_sent = self.bytes_received = 0
 
     def all_to_all(self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor) -> Any:

@@ -20,7 +20,7 @@ from gradwire.aggregator.engine import Session
 from gradwire.aggregator.packet import packet_format
 from gradwire.aggregator.packet.packet_format import Kind, Packet
 from gradwire.aggregator.xdp import libbpf
-from gradwire.aggregator.xdp.engine import Xdp
+from gradwire.aggregator.xdp.engine import XdpEngine
 
 WORKERS, SLOTS, SESSION = 4, 256, 1
 KEY = bytes(range(16))
@@ -105,7 +105,7 @@ def main() -> None:
         *(f"neigh add 10.88.0.{worker + 1} lladdr 02:00:00:00:00:0{worker + 1} dev near" for worker in range(WORKERS)),
     ):
         subprocess.run(["ip", *command.split()], check=True)
-    engine = Xdp((OWN, PORT), ["near", "far"])
+    engine = XdpEngine((OWN, PORT), ["near", "far"])
     engine.open(Session(SESSION, KEY, tuple((f"10.88.0.{worker + 1}", 7000) for worker in range(WORKERS)), SLOTS))
     for name, taken in measure(engine.program).items():
         print(f"{taken:7.0f} ns  {name}")

@@ -14,7 +14,7 @@ from multiprocessing.synchronize import Event
 
 from aggregator_trials import flood, read_options, trial, work
 from gradwire.aggregator.server import Server
-from gradwire.aggregator.xdp.engine import Xdp
+from gradwire.aggregator.xdp.engine import XdpEngine
 from support.aggregation import KEY
 from support.lossy import LossyProxy
 from support.xdp_hosts import SWITCH, XdpHosts, enter, missing
@@ -51,7 +51,7 @@ def main() -> None:
     over = threading.Event()
     with XdpHosts(options.workers + 1) as hosts:
         with hosts.inside(SWITCH):
-            server = Server(Xdp((hosts.address, PORT), hosts.ports), KEY)
+            server = Server(XdpEngine((hosts.address, PORT), hosts.ports), KEY)
             serving = threading.Thread(target=server.serve, args=(lambda: not over.is_set(),))
             serving.start()
         try:

@@ -14,7 +14,7 @@ from gradwire.aggregate.sums import aggregator_join
 from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.packet.packet_format import WORDS, Kind, Packet
 from gradwire.aggregator.registry import Registry
-from gradwire.aggregator.userspace_engine import Userspace
+from gradwire.aggregator.userspace_engine import UserspaceEngine
 from support.aggregation import JOB, KEY, equal, joined, serving, some_words
 
 pytest.importorskip("gradwire._native")
@@ -23,7 +23,7 @@ pytest.importorskip("gradwire._native")
 def test_nobody_gets_a_farewell_for_a_session_to_come() -> None:
     """GONE bears the right code: who had it for the next session could end that one."""
     clock = time.monotonic
-    registry = Registry(KEY, Userspace(("127.0.0.1", 0)), clock=lambda: 1000 * clock())
+    registry = Registry(KEY, UserspaceEngine(("127.0.0.1", 0)), clock=lambda: 1000 * clock())
     answered = []
     for ahead in range(-3, 4):
         number = registry._last_session + ahead
@@ -71,7 +71,7 @@ def test_a_process_that_ends_without_leaving(last: str) -> None:
     """Its thread does not outlive the interpreter; the aggregator is told."""
     program = textwrap.dedent("""
         import sys, torch
-        from gradwire.aggregate.in_network import InNetwork
+        from gradwire.aggregate.sums.aggregator_client import InNetwork
         client = InNetwork(sys.argv[1], 0, 2, sys.argv[2].encode(), 20.0, bytes(range(16)))
         client.join()
         words = torch.ones(10_000, dtype=torch.int32)

@@ -21,7 +21,7 @@ from gradwire.aggregator.engine import Session
 from gradwire.aggregator.packet import packet_format
 from gradwire.aggregator.packet.packet_format import NOBODY, PACKET_BYTES, WORDS, Kind, Packet
 from gradwire.aggregator.registry import Registry
-from gradwire.aggregator.userspace_engine import Userspace
+from gradwire.aggregator.userspace_engine import UserspaceEngine
 from support.aggregation import JOB, KEY, Serving, at_once, equal, joined, serving, some_words, sums
 from support.lossy import Faults, LossyProxy
 
@@ -33,7 +33,7 @@ class Bench:
     """An engine with one session of two slots, and a socket for each of its two workers."""
 
     def __init__(self) -> None:
-        self.engine = Userspace(("127.0.0.1", 0))
+        self.engine = UserspaceEngine(("127.0.0.1", 0))
         self.sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
         for sock in self.sockets:
             sock.bind(("127.0.0.1", 0))
@@ -144,7 +144,7 @@ def test_control_is_bounded(bench: Bench) -> None:
 
 
 def test_the_registry_survives_noise() -> None:
-    engine = Userspace(("127.0.0.1", 0))
+    engine = UserspaceEngine(("127.0.0.1", 0))
     registry = Registry(KEY, engine)
     generator = random.Random(0)
     for _ in range(3000):

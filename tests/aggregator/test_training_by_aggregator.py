@@ -20,7 +20,7 @@ from gradwire import AggregateError, GradwireError, SpecError
 from gradwire.aggregate.sums import aggregator_client
 from gradwire.aggregate.sums.aggregator_client import InNetwork, Operation
 from gradwire.aggregator.server import Server
-from gradwire.aggregator.userspace_engine import Userspace
+from gradwire.aggregator.userspace_engine import UserspaceEngine
 from support.ranks import Net, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
 
 WORLD = 3
@@ -29,7 +29,7 @@ KEY = "00112233445566778899aabbccddeeff"
 
 def serve(address: str) -> None:
     ip, port = address.split(":")
-    Server(Userspace((ip, int(port))), bytes.fromhex(KEY)).serve(lambda: True)
+    Server(UserspaceEngine((ip, int(port))), bytes.fromhex(KEY)).serve(lambda: True)
 
 
 class Aggregator:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from gradwire.aggregator.xdp.engine import Xdp
+from gradwire.aggregator.xdp.engine import XdpEngine
 from support import xdp_hosts
 from support.xdp_hosts import XdpHosts
 from support.xdp_jobs import HOSTS, KEY, OTHER_KEY, job, one_round, serving
@@ -30,7 +30,7 @@ def hosts() -> Iterator[XdpHosts]:
 
 
 @pytest.fixture
-def engine(hosts: XdpHosts) -> Iterator[Xdp]:
+def engine(hosts: XdpHosts) -> Iterator[XdpEngine]:
     with serving(hosts) as made:
         yield made
 

@@ -21,7 +21,7 @@ from gradwire import AggregateError, GradwireError
 from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.engine import Session
 from gradwire.aggregator.server import Server
-from gradwire.aggregator.xdp.engine import Xdp
+from gradwire.aggregator.xdp.engine import XdpEngine
 from support import xdp_hosts
 from support.aggregation import JOB, at_once, equal, some_words, sums
 from support.xdp_hosts import SWITCH, XdpHosts, run
@@ -39,7 +39,7 @@ def hosts() -> Iterator[XdpHosts]:
 
 
 @pytest.fixture
-def engine(hosts: XdpHosts) -> Iterator[Xdp]:
+def engine(hosts: XdpHosts) -> Iterator[XdpEngine]:
     with serving(hosts) as made:
         yield made
 
@@ -78,7 +78,7 @@ def test_the_program_with_real_workers(hosts, tmp_path):
 
 def test_a_job_that_cannot_be_served_is_refused_and_others_go_on(hosts):
     with hosts.inside(SWITCH):
-        server = Server(Xdp((hosts.address, 0), hosts.ports[1:]), KEY)
+        server = Server(XdpEngine((hosts.address, 0), hosts.ports[1:]), KEY)
     address = f"{hosts.address}:{server.engine.address[1]}"
     over = threading.Event()
     with hosts.inside(SWITCH):
@@ -177,14 +177,14 @@ def test_nothing_stays_attached(hosts):
     with serving(hosts) as engine, pytest.raises(GradwireError, match=r"has an XDP program already.*xdp off"):
         assert links(hosts).count("prog/xdp") == HOSTS
         with hosts.inside(SWITCH):
-            Xdp((hosts.address, 0), hosts.ports)
+            XdpEngine((hosts.address, 0), hosts.ports)
     assert engine.address[1] > 0
     assert "prog/xdp" not in links(hosts)
     ready, told = os.pipe()
     with hosts.inside(SWITCH):
         child = os.fork()
         if not child:
-            engine = Xdp((hosts.address, 0), hosts.ports)
+            engine = XdpEngine((hosts.address, 0), hosts.ports)
             os.write(told, b"1")
             signal.pause()
     try:
@@ -209,13 +209,13 @@ def links(hosts: XdpHosts) -> str:
 def test_errors_name_the_fix(hosts, engine, monkeypatch):
     with hosts.inside(SWITCH):
         with pytest.raises(GradwireError, match=r"no interface 'eth9' here \(there are: .*port0"):
-            Xdp((hosts.address, 0), ["eth9"])
+            XdpEngine((hosts.address, 0), ["eth9"])
         with pytest.raises(GradwireError, match="--interface"):
-            Xdp((hosts.address, 0), [])
+            XdpEngine((hosts.address, 0), [])
         with pytest.raises(GradwireError, match=r"not 0\.0\.0\.0: --bind"):
-            Xdp(("0.0.0.0", 0), ["port0"])
+            XdpEngine(("0.0.0.0", 0), ["port0"])
         with pytest.raises(GradwireError, match="cannot listen"):
-            Xdp(engine.address, ["port0"])
+            XdpEngine(engine.address, ["port0"])
         with pytest.raises(GradwireError, match=r"worker 10\.88\.0\.99.*--engine userspace"):
             engine.open(Session(1, KEY, (("10.88.0.99", 1),), 16))
         with pytest.raises(GradwireError, match="2048 a job"):
@@ -224,13 +224,13 @@ def test_errors_name_the_fix(hosts, engine, monkeypatch):
             engine.open(Session(1, KEY, (("10.88.0.1", 1),) * 65, 16))
     engine.shut()
     with hosts.inside(SWITCH):
-        narrow = Xdp((hosts.address, 0), hosts.ports[1:])
+        narrow = XdpEngine((hosts.address, 0), hosts.ports[1:])
         with pytest.raises(GradwireError, match="--interface port0"):
             narrow.open(Session(1, KEY, (("10.88.0.1", 1),), 16))
         narrow.shut()
         monkeypatch.setenv("PATH", "/nonexistent")
         with pytest.raises(GradwireError, match="which was not found: install it"):
-            Xdp((hosts.address, 0), ["port0"])
+            XdpEngine((hosts.address, 0), ["port0"])
 
 
 def test_slots_are_given_out_as_long_as_there_are_any(hosts, engine):
@@ -254,7 +254,7 @@ def test_without_permission(hosts):
     if not child:
         os.setuid(65534)
         try:
-            Xdp((hosts.address, 0), hosts.ports)
+            XdpEngine((hosts.address, 0), hosts.ports)
         except GradwireError as error:
             os.write(ends[1], str(error).encode())
         finally:
@@ -269,9 +269,9 @@ def test_a_cache_that_cannot_be_used(hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "gradwire").write_text("a file")
     with hosts.inside(SWITCH), pytest.raises(GradwireError, match="set XDG_CACHE_HOME"):
-        Xdp((hosts.address, 0), hosts.ports)
+        XdpEngine((hosts.address, 0), hosts.ports)
     (tmp_path / "gradwire").unlink()
     (tmp_path / "gradwire" / "xdp").mkdir(parents=True)
     (tmp_path / "gradwire" / "xdp").chmod(0o777)
     with hosts.inside(SWITCH), pytest.raises(GradwireError, match="others can write there"):
-        Xdp((hosts.address, 0), hosts.ports)
+        XdpEngine((hosts.address, 0), hosts.ports)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire import GradwireError, tasks
 from gradwire.checkpoints import run_file
-from gradwire.cli.options import Options, resolve
+from gradwire.cli.options import TrainOptions, resolve
 from gradwire.tasks import backward_option
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
@@ -113,8 +113,8 @@ def test_checkpoints_from_before_backward_are_resumed(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=True)
     del content["settings"]["backward"], content["row_memory"]
     run_file.write_whole(path, content)
-    nothing = dict.fromkeys(field.name for field in dataclasses.fields(Options))
-    asked, _ = resolve(Options(**nothing | {"device": "cpu", "data_dir": Path(), "resume": path}))
+    nothing = dict.fromkeys(field.name for field in dataclasses.fields(TrainOptions))
+    asked, _ = resolve(TrainOptions(**nothing | {"device": "cpu", "data_dir": Path(), "resume": path}))
     assert asked.backward == ("none",)
     go_on = dataclasses.replace(asked, steps=3)
     training = Training(digits, go_on, "co3", run_file.load(path), *asked.backward)

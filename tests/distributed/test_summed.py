@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import SpecError
-from gradwire.aggregate.sums.word_sums import OverLink
+from gradwire.aggregate.sums.word_sums import ProcessGroupSums
 from gradwire.aggregate.transport.link import Link
 from support.ranks import (
     Net,
@@ -306,7 +306,7 @@ def or_without_an_or(rank: int) -> None:
     link = Link.beside(None)
     link.can_or = False
     words = torch.arange(10, dtype=torch.int32) * (1 << (8 * rank))
-    ored, added = OverLink(link).finish(OverLink(link).start(words, words))
+    ored, added = ProcessGroupSums(link).finish(ProcessGroupSums(link).start(words, words))
     assert torch.equal(ored, sum(torch.arange(10, dtype=torch.int32) << (8 * r) for r in range(WORLD)))
     assert torch.equal(ored, added)
 

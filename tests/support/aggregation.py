@@ -14,7 +14,7 @@ import torch
 from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.jobs import Limits
 from gradwire.aggregator.server import Server
-from gradwire.aggregator.userspace_engine import Userspace
+from gradwire.aggregator.userspace_engine import UserspaceEngine
 
 KEY = bytes(range(16))
 JOB = b"a job for a test"
@@ -23,7 +23,7 @@ Words = tuple[torch.Tensor, torch.Tensor]
 
 class Serving:
     def __init__(self, port: int = 0, key: bytes = KEY, limits: Limits | None = None) -> None:
-        self.server = Server(Userspace(("127.0.0.1", port)), key, limits)
+        self.server = Server(UserspaceEngine(("127.0.0.1", port)), key, limits)
         self.port = self.server.engine.address[1]
         self.address = f"127.0.0.1:{self.port}"
         self._stop = threading.Event()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.xdp.engine import Xdp
+from gradwire.aggregator.xdp.engine import XdpEngine
 from support.xdp_hosts import SWITCH, XdpHosts
 from support.xdp_workers import DATA, RESULT, WORDS, Workers, hello, packets
 
@@ -17,9 +17,9 @@ HOSTS = 4
 
 
 @contextmanager
-def serving(hosts: XdpHosts, interfaces: Sequence[str] = ()) -> Iterator[Xdp]:
+def serving(hosts: XdpHosts, interfaces: Sequence[str] = ()) -> Iterator[XdpEngine]:
     with hosts.inside(SWITCH):
-        engine = Xdp((hosts.address, 0), interfaces or hosts.ports)
+        engine = XdpEngine((hosts.address, 0), interfaces or hosts.ports)
     try:
         yield engine
     finally:
@@ -27,7 +27,7 @@ def serving(hosts: XdpHosts, interfaces: Sequence[str] = ()) -> Iterator[Xdp]:
 
 
 @contextmanager
-def job(hosts: XdpHosts, engine: Xdp, number=77, key=KEY, slots=16, on=range(HOSTS)) -> Iterator[Workers]:
+def job(hosts: XdpHosts, engine: XdpEngine, number=77, key=KEY, slots=16, on=range(HOSTS)) -> Iterator[Workers]:
     """Workers that have said hello, and a session for them."""
     workers = Workers(hosts, engine.address, on)
     try:

@@ -11,7 +11,7 @@ except ImportError:
     _Aggregator = None
 
 
-class Userspace:
+class UserspaceEngine:
     """See `engine.Engine`."""
 
     most_slots = 65536

@@ -111,16 +111,16 @@ def _make_engine(name: str, bind: Address, interfaces: list[str]) -> Engine:
     if name == "userspace":
         if interfaces:
             raise SpecError("--interface is for --engine xdp")
-        from gradwire.aggregator.userspace_engine import Userspace
+        from gradwire.aggregator.userspace_engine import UserspaceEngine
 
-        return Userspace(bind)
+        return UserspaceEngine(bind)
     if name != "xdp":
         raise SpecError(f"--engine {name}: there are userspace and xdp")
     try:
-        from gradwire.aggregator.xdp.engine import Xdp
+        from gradwire.aggregator.xdp.engine import XdpEngine
     except ImportError as error:
         raise GradwireError(f"this build has no XDP engine ({error}): use --engine userspace") from None
-    return Xdp(bind, interfaces=interfaces)
+    return XdpEngine(bind, interfaces=interfaces)
 
 
 def _serve(server: Server, console: Console) -> None:

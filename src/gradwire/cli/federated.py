@@ -13,7 +13,7 @@ from gradwire.catalogue.all_recipes import recipe
 from gradwire.cli import federated_report, flower_simulation
 from gradwire.cli.federated_progress import Rounds
 from gradwire.cli.launch_workers import cores
-from gradwire.cli.options import Options, check_values, writable
+from gradwire.cli.options import TrainOptions, check_values, writable
 from gradwire.cli.report import write_json
 from gradwire.errors import GradwireError
 from gradwire.tasks.federated.settings import FederatedSettings
@@ -57,7 +57,7 @@ class FederatedOptions:
                 raise GradwireError(f"{_option(name)} is for federated runs: add --federated, or leave it out")
 
 
-def train(options: Options, federated: FederatedOptions) -> None:
+def train(options: TrainOptions, federated: FederatedOptions) -> None:
     """Run once per codec on Flower's simulation engine, and show what came out."""
     flower_simulation.check_installed()
     flower_simulation.prepare()
@@ -78,7 +78,7 @@ def train(options: Options, federated: FederatedOptions) -> None:
         write_json(Path(json), summary)
 
 
-def resolve(options: Options, federated: FederatedOptions) -> tuple[FederatedSettings, list[str]]:
+def resolve(options: TrainOptions, federated: FederatedOptions) -> tuple[FederatedSettings, list[str]]:
     """The settings and the codecs; whatever is wrong with the options is said here."""
     from gradwire.flower.shared import adaptive_rate
 

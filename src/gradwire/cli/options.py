@@ -21,7 +21,7 @@ TIMEOUT = 300.0  # seconds
 
 
 @dataclasses.dataclass
-class Options:
+class TrainOptions:
     """As given on the command line; None where the user left the choice to us."""
 
     task: str | None
@@ -47,7 +47,7 @@ class Options:
     backward: list[str] | None
 
 
-def resolve(options: Options) -> tuple[Settings, int | None]:
+def resolve(options: TrainOptions) -> tuple[Settings, int | None]:
     """The settings, and the number of workers of the run that is resumed.
 
     What is not given comes from the checkpoint that is resumed, or from the task.
@@ -104,7 +104,7 @@ def resolve(options: Options) -> tuple[Settings, int | None]:
     return settings, saved.workers if saved else None
 
 
-def check_values(options: Options) -> None:
+def check_values(options: TrainOptions) -> None:
     for name in MINIMUM_ONE:
         value = getattr(options, name)
         if value is not None and value < 1:

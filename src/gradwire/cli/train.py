@@ -11,7 +11,7 @@ from typer import Option
 from gradwire.cli import federated as federated_runs
 from gradwire.cli import launch_workers, worker
 from gradwire.cli.federated import FederatedOptions
-from gradwire.cli.options import TIMEOUT, Options, resolve
+from gradwire.cli.options import TIMEOUT, TrainOptions, resolve
 from gradwire.engine.gradients import AGGREGATIONS
 from gradwire.errors import GradwireError
 from gradwire.tasks import TASKS
@@ -153,7 +153,7 @@ def train(
     world = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     if world and workers not in (None, int(world)):
         raise GradwireError(f"torchrun started {world} workers: leave out --workers {workers}")
-    options = Options(
+    options = TrainOptions(
         task, codec, workers, epochs, steps, batch_size, lr, seed, data_dir, json, save, save_every, resume,
         threads, timeout, sync_every, device, aggregate, aggregator, aggregator_fallback, backward,
     )  # fmt: skip

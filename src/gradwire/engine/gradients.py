@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradwire.aggregate.exchanges.reducer import ALL_GATHER, SCATTER_REDUCE, Reducer
 from gradwire.aggregate.messages.mean import Mean
 from gradwire.aggregate.peers.handshake import Facts, describe
-from gradwire.aggregate.sums.aggregator_or_none import by_aggregator
+from gradwire.aggregate.sums.aggregator_or_none import aggregator_sums
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import Spec, spec_text
@@ -147,7 +147,9 @@ class Gradients:
             host, link = _by_host(link)
         sums = None
         if self.options.aggregator is not None:
-            sums = by_aggregator(link, self.options.aggregator, self.options.aggregator_fallback, self.options.timeout)
+            sums = aggregator_sums(
+                link, self.options.aggregator, self.options.aggregator_fallback, self.options.timeout
+            )
         is_open = aggregate in ("auto", "hierarchical")
         reducer = Reducer(self.mean, link, ALL_GATHER if is_open else aggregate, host, sums)
         is_open &= not self.sums_all

@@ -12,10 +12,10 @@ import warnings
 import numpy as np
 import torch
 
+from gradwire.aggregate.messages.host_copies import HostCopies
 from gradwire.aggregate.messages.mean import Mean, unusable
 from gradwire.aggregate.messages.tensor_parts import fingerprint, whole
 from gradwire.aggregate.transport.all_gather import AllGather
-from gradwire.aggregate.transport.host_copies import Staging
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.errors import FrameError, GradwireError
 from gradwire.frame import headers
@@ -62,7 +62,7 @@ def exchange(
         part, frame_bytes = buffers.encode(mean.steps << 32 | mean.rank)
         note = _HEAD.pack(flags | BUFFERS, len(part)) + part
         mean.frame_bytes += frame_bytes
-    staging, tensors = Staging(), list(updates.items())
+    staging, tensors = HostCopies(), list(updates.items())
     pieces = mean.divide(staging.staged(whole(tensors), staging.submitted(tensors)), flush)
     block, length = mean.encode("sync", pieces if send else [], note)
     ticket = gather.start("sync", Subject(mean.steps, fingerprint(pieces)), block, length)

@@ -25,14 +25,14 @@ import torch
 
 from gradwire.aggregate.exchanges.shard_memory import ShardMemory
 from gradwire.aggregate.messages import present_tensors
+from gradwire.aggregate.messages.host_copies import HostCopies
 from gradwire.aggregate.messages.mean import Mean, unusable
 from gradwire.aggregate.messages.tensor_parts import Named, Part, Piece, fingerprint, messages, owners, shards
 from gradwire.aggregate.sums.sum_exchange import Summed
-from gradwire.aggregate.sums.word_sums import OverLink, WordSums
+from gradwire.aggregate.sums.word_sums import ProcessGroupSums, WordSums
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.all_to_all import AllToAll
-from gradwire.aggregate.transport.exchange_thread import Job, Pause, WireThread
-from gradwire.aggregate.transport.host_copies import Staging
+from gradwire.aggregate.transport.exchange_thread import Exchange, ExchangeThread, Pause
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.catalogue.recipe import Recipe
@@ -54,9 +54,9 @@ class Reducer:
         self.wait_s = 0.0  # that the training stood still for the exchange
         self.shards = ShardMemory()
         self._all_gather, self._all_to_all = AllGather(link), AllToAll(link)
-        self.summed = Summed(mean, sums or OverLink(link), link.world)
-        self._thread = WireThread()
-        self._staging = Staging()
+        self.summed = Summed(mean, sums or ProcessGroupSums(link), link.world)
+        self._thread = ExchangeThread()
+        self._staging = HostCopies()
         self._touched: set[str] = set()  # tensors that any rank sent in this step
         self._missing: set[str] = set()
         self._flushed: set[str] = set()  # tensors whose memories are on their way, whole
@@ -128,14 +128,14 @@ class Reducer:
 
     # ── in the wire thread ──
 
-    def _job(self, key: Hashable, parts: list[Part], ready: torch.cuda.Event | None) -> Job:
+    def _job(self, key: Hashable, parts: list[Part], ready: torch.cuda.Event | None) -> Exchange:
         self.follow_scale()
         parts = self._staging.staged(parts, ready)
         if self.host is not None:
             return self._hierarchical(self.host, key, parts)
         return self._among_all(key, parts)
 
-    def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Job:
+    def _among_all(self, key: Hashable, parts: list[Part], last: bool = True) -> Exchange:
         if parts and self.mean.own_recipe(parts[0]).sums and self.aggregate != ALL_REDUCE:
             missing = self._missing if self.host is None else ()  # another rank of the host may have a gradient
             return self.summed.job(key, parts, missing, self._present, self._touch)
@@ -149,7 +149,7 @@ class Reducer:
             self.shards.rescale(scale / self.mean.scale)
             self.mean.rescale(scale)
 
-    def _last_job(self) -> Job:
+    def _last_job(self) -> Exchange:
         """All others are done when this one goes on."""
         yield Pause(lambda: False)
         mean = self.mean
@@ -171,7 +171,7 @@ class Reducer:
         self._missing = set()
         self._flushed = set()
 
-    def _reduce(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+    def _reduce(self, key: Hashable, parts: list[Part], last: bool) -> Exchange:
         flat = torch.cat([part.entries.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].entries
         values = flat.view(-1).split([part.size for part in parts])
         for part, own in zip(parts, values, strict=True):
@@ -194,7 +194,7 @@ class Reducer:
         if self._flushed:
             self.mean.finite &= bool(flat.isfinite().all())
 
-    def _gather(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+    def _gather(self, key: Hashable, parts: list[Part], last: bool) -> Exchange:
         pieces = self.mean.divide(parts)
         subject = self._subject(pieces)
         block, length = self._encode(key, pieces)
@@ -202,7 +202,7 @@ class Reducer:
         yield Pause((lambda: self._all_gather.ready(ticket)) if last else None)
         self._average(list(enumerate(self._all_gather.finish(ticket))), pieces)
 
-    def _scatter(self, key: Hashable, parts: list[Part], last: bool) -> Job:
+    def _scatter(self, key: Hashable, parts: list[Part], last: bool) -> Exchange:
         owned = [self.mean.divide(shard) for shard in shards(parts, self.link.world, self._owners)]
         subject = self._subject([piece for pieces in owned for piece in pieces])
         encoded = [self._encode((key, rank), pieces) for rank, pieces in enumerate(owned)]
@@ -223,7 +223,7 @@ class Reducer:
         note = present_tensors.most_bytes(sum(len(piece.parts) for piece in pieces))
         return Subject(self.mean.steps, fingerprint(pieces), note + self.mean.most_bytes(pieces))
 
-    def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Job:
+    def _hierarchical(self, host: Link, key: Hashable, parts: list[Part]) -> Exchange:
         cuts = shards(parts, host.world, self._host_owners)
         own = cuts[host.rank]
         longest = max(sum(part.size for part in cut) for cut in cuts)

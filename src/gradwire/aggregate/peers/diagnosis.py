@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import Protocol
 
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
 from gradwire.aggregate.peers.status_server import Board
-from gradwire.aggregate.transport.gloo_wait import InThread
 
 WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 
@@ -23,7 +21,19 @@ WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 SLICE, POLL, LOOK = 0.25, 0.0002, 5.0  # seconds: to wait at a time, on a GPU, and until we look after the others
 
 
-def wait(work: dist.Work | InThread, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
+class Work(Protocol):
+    """A collective under way: what `torch.distributed.Work` promises, as far as it is used here."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        ...
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Return when it is done; raise RuntimeError if it has failed, or is not done within the timeout."""
+        ...
+
+
+def wait(work: Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
     """Until it is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
 
     Gloo reports a closed connection to the neighbours of a lost rank only, and NCCL to nobody; the others would wait
@@ -47,7 +57,7 @@ def wait(work: dist.Work | InThread, roll_call: RollCall | None, gpu_timeout: fl
         roll_call.at(COMPUTING)
 
 
-def _done(work: dist.Work | InThread, on_gpu: bool) -> bool:
+def _done(work: Work, on_gpu: bool) -> bool:
     """Whether it is, after a while."""
     if on_gpu:  # there `wait` would wait for nothing, or for ever
         if not work.is_completed():

@@ -40,9 +40,6 @@ class Operation:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-Ticket = Operation
-
-
 class InNetwork:
     """One worker's side of a job at an aggregator. Operations are the same, in the same order, on all workers."""
 
@@ -84,7 +81,7 @@ class InNetwork:
         self._thread.start()
         atexit.register(self.close)  # a thread in native code that outlives the interpreter would abort the process
 
-    def start(self, or_words: Tensor, add_words: Tensor) -> Ticket:
+    def start(self, or_words: Tensor, add_words: Tensor) -> Operation:
         """Queue an operation. The tensors must not change until the next operation is done: should the aggregator
         be lost, they are sent again."""
         for words in (or_words, add_words):
@@ -100,16 +97,16 @@ class InNetwork:
         self._queue.put(operation)
         return operation
 
-    def ready(self, ticket: Ticket) -> bool:
-        return ticket.done.is_set()
+    def ready(self, operation: Operation) -> bool:
+        return operation.done.is_set()
 
-    def finish(self, ticket: Ticket) -> tuple[Tensor, Tensor]:
+    def finish(self, operation: Operation) -> tuple[Tensor, Tensor]:
         """ORed and added words of all workers; AggregateError after `timeout` seconds without progress."""
-        ticket.done.wait()
-        if ticket.error is not None:
-            raise ticket.error
-        assert ticket.result is not None
-        return ticket.result
+        operation.done.wait()
+        if operation.error is not None:
+            raise operation.error
+        assert operation.result is not None
+        return operation.result
 
     def last(self) -> tuple[Operation | None, Operation | None]:
         """The last operation done (`.either`, `.add`, `.result`), which another worker may not have finished, and the

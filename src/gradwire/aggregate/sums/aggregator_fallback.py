@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradwire.aggregate.sums.aggregator_client import InNetwork
-from gradwire.aggregate.sums.word_sums import OverLink
+from gradwire.aggregate.sums.word_sums import ProcessGroupSums
 from gradwire.aggregate.transport.link import Link
 from gradwire.errors import AggregateError
 
@@ -24,7 +24,7 @@ _DONE = struct.Struct("<Q")
 
 
 @dataclass
-class Ticket:
+class PendingSum:
     number: int
     or_words: torch.Tensor
     add_words: torch.Tensor
@@ -32,13 +32,13 @@ class Ticket:
     over_link: Any = None  # of the process group, after the aggregator was lost
 
 
-class ByAggregator:
+class AggregatorSums:
     """`link`: of its own, for what sums words when the aggregator is lost; None: that is an error."""
 
     def __init__(self, aggregator: InNetwork, link: Link | None):
         self.aggregator, self.link = aggregator, link
-        self._over_link: OverLink | None = None
-        self._kept: deque[Ticket] = deque()  # under way, and the last before
+        self._over_link: ProcessGroupSums | None = None
+        self._kept: deque[PendingSum] = deque()  # under way, and the last before
         self._started = 0
 
     @property
@@ -49,45 +49,45 @@ class ByAggregator:
     def bytes_received(self) -> int:
         return self.aggregator.bytes_received + (self.link.bytes_received if self.link else 0)
 
-    def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Ticket:
-        ticket = Ticket(self._started, or_words, add_words, None)
+    def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> PendingSum:
+        pending = PendingSum(self._started, or_words, add_words, None)
         self._started += 1
         if self._over_link is not None:
-            ticket.over_link = self._over_link.start(or_words, add_words)
-            return ticket
-        ticket.under_way = self.aggregator.start(or_words, add_words)
+            pending.over_link = self._over_link.start(or_words, add_words)
+            return pending
+        pending.under_way = self.aggregator.start(or_words, add_words)
         if self.link is not None:
-            self._kept.append(ticket)
-        return ticket
+            self._kept.append(pending)
+        return pending
 
-    def finish(self, ticket: Ticket) -> tuple[torch.Tensor, torch.Tensor]:
-        if ticket.over_link is None:
+    def finish(self, pending: PendingSum) -> tuple[torch.Tensor, torch.Tensor]:
+        if pending.over_link is None:
             try:
-                summed = self.aggregator.finish(ticket.under_way)
+                summed = self.aggregator.finish(pending.under_way)
             except AggregateError as error:
                 if self.link is None:
                     raise
                 self._fall_back(error, self.link)
             else:
-                while self._kept and self._kept[0].number < ticket.number:
+                while self._kept and self._kept[0].number < pending.number:
                     self._kept.popleft()
                 return summed
         assert self._over_link is not None
-        return self._over_link.finish(ticket.over_link)
+        return self._over_link.finish(pending.over_link)
 
     def _fall_back(self, error: AggregateError, link: Link) -> None:
         warnings.warn(f"going on over the process group: {error}", RuntimeWarning, stacklevel=2)
         self.aggregator.close()
         done = self.aggregator.operations
         first = min(_DONE.unpack(other)[0] for other in link.gather_short(_DONE.pack(done)))
-        self._over_link = OverLink(link)
-        for ticket in self._kept:
-            if ticket.number >= first:
-                again = self._over_link.start(ticket.or_words, ticket.add_words)
-                if ticket.number < done:  # it had the sum; others had not
+        self._over_link = ProcessGroupSums(link)
+        for pending in self._kept:
+            if pending.number >= first:
+                again = self._over_link.start(pending.or_words, pending.add_words)
+                if pending.number < done:  # it had the sum; others had not
                     self._over_link.finish(again)
                 else:
-                    ticket.over_link = again
+                    pending.over_link = again
         self._kept.clear()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import os
 import warnings
 
 from gradwire.aggregate.sums.aggregator_client import InNetwork
-from gradwire.aggregate.sums.aggregator_fallback import ByAggregator
+from gradwire.aggregate.sums.aggregator_fallback import AggregatorSums
 from gradwire.aggregate.sums.word_sums import WordSums
 from gradwire.aggregate.transport.link import Link, timeout_of
 from gradwire.aggregator.packet.packet_format import JOB_BYTES
@@ -17,7 +17,7 @@ FIRST_ANSWER = 30.0  # seconds until an aggregator that never answered is given 
 PATIENCE = 5.0  # seconds that an aggregator has to answer, where training can go on without it
 
 
-def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | None) -> WordSums | None:
+def aggregator_sums(link: Link, address: str, falls_back: bool, timeout: float | None) -> WordSums | None:
     """What sums words there; None where it does not answer all ranks, and they are to go on without it."""
     job = link.gather_short(os.urandom(JOB_BYTES))[0]
     seconds = timeout or timeout_of(link.group).total_seconds()
@@ -32,7 +32,7 @@ def by_aggregator(link: Link, address: str, falls_back: bool, timeout: float | N
     found = _first_reason(link, reason)
     if not found:
         client.patience = PATIENCE if falls_back else seconds
-        return ByAggregator(client, _apart(link, timeout) if falls_back else None)
+        return AggregatorSums(client, _apart(link, timeout) if falls_back else None)
     client.close()
     if not falls_back:
         raise AggregateError(found) from reason

@@ -38,7 +38,7 @@ EIGHTHS = tuple(2 ** (i / 8) for i in range(8))  # of an octave, in which a comm
 
 
 @dataclass
-class Told:
+class PartSummary:
     """Of a part, by this rank; or by all of them, the logarithms then being a sum."""
 
     exponent: int = 0  # of the largest entry
@@ -46,25 +46,27 @@ class Told:
     ranks: int = 0  # that have any entries
 
     @classmethod
-    def of(cls, exponent: int, squares: float = 0.0, entries: int = 0) -> Told:
+    def of(cls, exponent: int, squares: float = 0.0, entries: int = 0) -> PartSummary:
         if exponent == NOT_FINITE or not squares > 0:
             return cls(exponent)
         return cls(exponent, round(LOG_UNITS * 0.5 * math.log2(squares / entries)), 1)
 
 
-def ored_words(told: Sequence[Told]) -> torch.Tensor:
+def ored_words(told: Sequence[PartSummary]) -> torch.Tensor:
     bits = np.zeros((len(told), EXPONENT_WORDS), dtype=np.uint32)
     for row, part in zip(bits, told, strict=True):
         row[part.exponent >> 5] = 1 << (part.exponent & 31)
     return torch.from_numpy(bits.reshape(-1).view(np.int32))
 
 
-def added_words(told: Sequence[Told], fingerprint: int) -> torch.Tensor:
+def added_words(told: Sequence[PartSummary], fingerprint: int) -> torch.Tensor:
     words = [fingerprint, *(word for part in told for word in (part.level, part.ranks))]
     return torch.from_numpy(np.array(words, dtype=np.int64).astype(np.uint32).view(np.int32))
 
 
-def heard(ored: torch.Tensor, added: torch.Tensor, parts: int, world: int, fingerprint: int) -> list[Told]:
+def summaries_from_words(
+    ored: torch.Tensor, added: torch.Tensor, parts: int, world: int, fingerprint: int
+) -> list[PartSummary]:
     """What all ranks told of each part."""
     if int(added[0]) & 0xFFFFFFFF != (world * fingerprint) & 0xFFFFFFFF:
         raise AggregateError(
@@ -76,7 +78,7 @@ def heard(ored: torch.Tensor, added: torch.Tensor, parts: int, world: int, finge
         raise AggregateError("the exponents of the ranks' gradients are missing from their sum: it was damaged")
     largest = 255 - bits[:, ::-1].argmax(axis=1)
     levels = added[1 : 1 + 2 * parts].view(parts, 2).tolist()
-    return [Told(int(exponent), *level) for exponent, level in zip(largest, levels, strict=True)]
+    return [PartSummary(int(exponent), *level) for exponent, level in zip(largest, levels, strict=True)]
 
 
 # ── what is agreed on: the same on all ranks, always ──────────────────────────────────────────────
@@ -89,7 +91,7 @@ class Scale:
     exponents: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     eighths: int = 0  # the root mean square is 2^(eighths/8)
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: PartSummary) -> None:
         if told.exponent or not self.exponents:  # otherwise no rank has anything
             self.exponents.append(told.exponent)
         if told.ranks > 0:

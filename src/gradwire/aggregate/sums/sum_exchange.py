@@ -25,12 +25,12 @@ from gradwire.aggregate.sums.grid_agreement import (
     added_words,
     counts_as_words,
     counts_from_words,
-    heard,
     ored_words,
+    summaries_from_words,
 )
 from gradwire.aggregate.sums.word_message import NO_POSITIONS, NO_WORDS, Message, Words, converter_of
 from gradwire.aggregate.sums.word_sums import WordSums
-from gradwire.aggregate.transport.exchange_thread import Job, Pause
+from gradwire.aggregate.transport.exchange_thread import Exchange, Pause
 from gradwire.errors import AggregateError, GradwireError
 from gradwire.homomorphic import code, grid
 from gradwire.homomorphic.plan import Plan
@@ -39,7 +39,7 @@ WORTH_A_ROUND = 2**14  # words of a sketch
 USABLE, SPOILED, OFF_THE_GRID = "usable", "spoiled", "off the grid"  # words that all ranks sent
 Found = tuple[torch.Tensor, torch.Tensor]  # positions, and the sums there
 NOTHING: Found = (NO_POSITIONS, NO_WORDS)
-Exchange = Generator[Pause, None, tuple[str, Found]]
+WordExchange = Generator[Pause, None, tuple[str, Found]]
 
 
 class Summed:
@@ -57,7 +57,7 @@ class Summed:
     def job(
         self, key: Hashable, parts: Sequence[Part], missing: Collection[str], present: Callable[[Part], bool],
         touch: Callable[[Part], None],
-    ) -> Job:  # fmt: skip
+    ) -> Exchange:  # fmt: skip
         """The parts, all of one recipe, become means. `present`: whether a part is not zero; `touch` hears of means."""
         message = Message(self.mean, parts)
         if not message.words:
@@ -69,7 +69,7 @@ class Summed:
         for part in parts:
             touch(part)
 
-    def _exchange(self, key: Hashable, message: Message, given: Sequence[bool]) -> Job:
+    def _exchange(self, key: Hashable, message: Message, given: Sequence[bool]) -> Exchange:
         sizes = self._sizes[key, message.layout]
         while True:
             start = time.perf_counter()
@@ -93,7 +93,7 @@ class Summed:
             if outcome != OFF_THE_GRID:
                 break
 
-    def _sketched(self, plan: Plan, message: Message, words: Words) -> Exchange:
+    def _sketched(self, plan: Plan, message: Message, words: Words) -> WordExchange:
         """Index and sketch go out together."""
         start = time.perf_counter()
         index, sketch = code.encode(plan, words.positions, words.values)
@@ -110,7 +110,7 @@ class Summed:
             raise AggregateError("index and sketch do not belong together: the sum of the ranks was damaged")
         return outcome, self._complete(decoded, words)
 
-    def _aligned(self, plan: Plan, message: Message, words: Words) -> Exchange:
+    def _aligned(self, plan: Plan, message: Message, words: Words) -> WordExchange:
         """The index first; then all ranks know the union, and add up its words as they are."""
         start = time.perf_counter()
         told = torch.cat([ored_words(words.told), code.index_of(plan, words.positions)])
@@ -131,7 +131,7 @@ class Summed:
 
     def _listen(self, message: Message, ored: torch.Tensor, added: torch.Tensor) -> str:
         """What all ranks told of the parts, for the next step; and whether their words can be used."""
-        told = heard(ored, added, len(message.parts), self.world, message.print)
+        told = summaries_from_words(ored, added, len(message.parts), self.world, message.print)
         if any(part.exponent == NOT_FINITE for part in told):
             return SPOILED
         scales = [self._scales[part.key] for part in message.parts]
@@ -162,7 +162,7 @@ class Summed:
             ored_words(told), torch.cat([added_words(told, message.print), counts_as_words(counts)])
         )
         ored, added = self.sums.finish(ticket)
-        everyone = heard(ored, added, len(message.parts), self.world, message.print)
+        everyone = summaries_from_words(ored, added, len(message.parts), self.world, message.print)
         if any(part.exponent == NOT_FINITE for part in everyone):
             message.spoil()
             return False

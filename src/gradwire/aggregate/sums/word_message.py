@@ -13,7 +13,7 @@ import torch
 from gradwire import kernels
 from gradwire.aggregate.messages.mean import Mean
 from gradwire.aggregate.messages.tensor_parts import Part, Piece, fingerprint
-from gradwire.aggregate.sums.grid_agreement import EXPONENT_WORDS, NOT_FINITE, Scale, Told
+from gradwire.aggregate.sums.grid_agreement import EXPONENT_WORDS, NOT_FINITE, PartSummary, Scale
 from gradwire.catalogue.recipe import Recipe
 from gradwire.convert.conversion import Job, NonFinite
 from gradwire.convert.homomorphic import WHOLE, Homomorphic
@@ -32,7 +32,7 @@ class Words:
 
     positions: torch.Tensor
     values: torch.Tensor
-    told: list[Told]
+    told: list[PartSummary]
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The words there, zeros among them."""
@@ -80,7 +80,7 @@ class Message:
         self.print = zlib.crc32(text.encode())
 
     def encode(self, given: Sequence[bool], used: Sequence[Grid]) -> Words:
-        told: list[Told] = []
+        told: list[PartSummary] = []
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for part, start, here, grid_of_part in zip(self.parts, self.edges, given, used, strict=False):
@@ -88,7 +88,7 @@ class Message:
                 at, words, own = self._encode_part(part, *self._sources(part), grid_of_part)
                 positions.append(at + start)
                 values.append(words)
-            told.append(own if here else Told())
+            told.append(own if here else PartSummary())
         if not positions or any(part.exponent == NOT_FINITE for part in told):
             return Words(NO_POSITIONS, NO_WORDS, told)
         if len(positions) == 1:
@@ -97,7 +97,7 @@ class Message:
 
     def _encode_part(
         self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None, used: Grid
-    ) -> tuple[torch.Tensor, torch.Tensor, Told]:
+    ) -> tuple[torch.Tensor, torch.Tensor, PartSummary]:
         # A mean beyond the range of the tensor's dtype would be infinite: what is beyond it waits, too.
         most = int(min(used.most, torch.finfo(part.tensor.dtype).max / used.step))
         seed = None
@@ -108,14 +108,18 @@ class Message:
                 gradient, before, after, self.recipe.decay, used.step, most, used.bits, seed
             )
             self._measure(part, gradient, before, after)
-            return at, words, Told.of(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size)
+            return (
+                at,
+                words,
+                PartSummary.of(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size),
+            )
         try:
             at, chosen = self.top.select(Job(gradient, gradient, before, after, self.recipe.decay))
         except NonFinite:
-            return NO_POSITIONS, NO_WORDS, Told.of(NOT_FINITE)
+            return NO_POSITIONS, NO_WORDS, PartSummary.of(NOT_FINITE)
         if used.bits == 32:
             words, sent = kernels.quantize_values(chosen, used.step, most, seed)
-            told = Told.of(exponent_of(float(chosen.abs().max())) if len(chosen) else 0)
+            told = PartSummary.of(exponent_of(float(chosen.abs().max())) if len(chosen) else 0)
             if after is not None:
                 kernels.scatter(after, at, -sent, True)
         else:  # neighbours share words
@@ -125,7 +129,7 @@ class Message:
             at, words, exponent, squares = kernels.quantize_all(
                 alone, None, None, 1.0, used.step, most, used.bits, seed
             )
-            told = Told.of(exponent, squares, entries)
+            told = PartSummary.of(exponent, squares, entries)
             if after is not None:
                 kernels.put_words(sent, at, words, used.bits, used.step)
                 after.sub_(sent)
@@ -139,17 +143,17 @@ class Message:
         before, after = self.mean.residual.buffers(part.name, part.tensor)
         return gradient, part.of(before).view(-1), part.of(after).view(-1)
 
-    def survey(self, given: Sequence[bool]) -> tuple[list[Told], dict[int, int]]:
+    def survey(self, given: Sequence[bool]) -> tuple[list[PartSummary], dict[int, int]]:
         """What the ranks have to know of this one before they send anything."""
         told, counts = [], dict.fromkeys(LANES, 0)
         for part, start, here in zip(self.parts, self.edges, given, strict=False):
             if not here:
-                told.append(Told())
+                told.append(PartSummary())
                 continue
             gradient, before, _ = self._sources(part)
             u = kernels.compensate(gradient, before, self.recipe.decay) if before is not None else gradient
             exponents = (exponent_of(kernels.absmax(t)) for t in (gradient, u))  # u is limited to finite numbers
-            told.append(Told.of(max(exponents), float(u.double().square().sum()), int(u.count_nonzero())))
+            told.append(PartSummary.of(max(exponents), float(u.double().square().sum()), int(u.count_nonzero())))
             if self.top is not None and part.tensor.numel() >= WHOLE:
                 most = self.top.count(part.size) or part.size
                 counts = {lanes: count + most for lanes, count in counts.items()}

@@ -22,13 +22,13 @@ class WordSums(Protocol):
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Any: ...
 
-    def finish(self, ticket: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def finish(self, pending: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def close(self) -> None: ...
 
 
 @dataclass
-class Ticket:
+class PendingAllReduce:
     """All-reduces under way."""
 
     ored: torch.Tensor
@@ -36,7 +36,7 @@ class Ticket:
     works: list[dist.Work]
 
 
-class OverLink:
+class ProcessGroupSums:
     """Bytes are counted by the link."""
 
     bytes_sent = bytes_received = 0
@@ -44,7 +44,7 @@ class OverLink:
     def __init__(self, link: Link):
         self.link = link
 
-    def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Ticket:
+    def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> PendingAllReduce:
         ored, added = or_words, add_words.to(self.link.device, copy=True)
         works = []
         if len(or_words) and self.link.can_or:
@@ -54,12 +54,12 @@ class OverLink:
             ored = self._ored(or_words)
         if len(add_words):
             works.append(self.link.all_reduce(added))
-        return Ticket(ored, added, works)
+        return PendingAllReduce(ored, added, works)
 
-    def finish(self, ticket: Ticket) -> tuple[torch.Tensor, torch.Tensor]:
-        for work in ticket.works:
+    def finish(self, pending: PendingAllReduce) -> tuple[torch.Tensor, torch.Tensor]:
+        for work in pending.works:
             self.link.wait(work)
-        return ticket.ored.cpu(), ticket.added.cpu()
+        return pending.ored.cpu(), pending.added.cpu()
 
     def close(self) -> None:
         pass

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 
-from gradwire.aggregate.transport.all_to_all import AllToAll, Ticket
+from gradwire.aggregate.transport.all_to_all import AllToAll, PendingMessages
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import Subject
 
@@ -20,13 +20,13 @@ class AllGather:
         self.link = link
         self._to_all = AllToAll(link)
 
-    def start(self, key: Hashable, subject: Subject, block: torch.Tensor, length: int) -> Ticket:
+    def start(self, key: Hashable, subject: Subject, block: torch.Tensor, length: int) -> PendingMessages:
         """Send block[:16+length], whose first sixteen bytes are left for us."""
         return self._to_all.start(key, subject, [block] * self.link.world, [length] * self.link.world)
 
-    def ready(self, ticket: Ticket) -> bool:
-        return self._to_all.ready(ticket)
+    def ready(self, pending: PendingMessages) -> bool:
+        return self._to_all.ready(pending)
 
-    def finish(self, ticket: Ticket) -> list[np.ndarray]:
+    def finish(self, pending: PendingMessages) -> list[np.ndarray]:
         """The messages of all ranks, in rank order; valid until the next `start` with the same key."""
-        return self._to_all.finish(ticket)
+        return self._to_all.finish(pending)

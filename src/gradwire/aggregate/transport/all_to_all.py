@@ -24,7 +24,7 @@ from gradwire.aggregate.transport.message_prefix import PREFIX, Subject, capacit
 
 
 @dataclass
-class Ticket:
+class PendingMessages:
     """An exchange under way."""
 
     key: Hashable
@@ -42,7 +42,9 @@ class AllToAll:
         self._capacities: dict[Hashable, tuple[list[int], list[int]]] = {}
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
-    def start(self, key: Hashable, subject: Subject, blocks: Sequence[torch.Tensor], lengths: Sequence[int]) -> Ticket:
+    def start(
+        self, key: Hashable, subject: Subject, blocks: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> PendingMessages:
         """Send blocks[r][:16+lengths[r]] to rank r; the first sixteen bytes are left for us.
 
         All messages that ranks send to the same rank are about the same subject.
@@ -55,13 +57,13 @@ class AllToAll:
             self._capacities[key] = self._room(map(len, messages)), self._room(arriving)
         to, of = self._capacities[key]
         parts = [
-            message[:room] if self.link.exact else padded(block, room)
+            message[:room] if self.link.exact_lengths else padded(block, room)
             for message, block, room in zip(messages, blocks, to, strict=True)
         ]
         parts[self.link.rank] = parts[self.link.rank][:0]  # what stays here need not travel
         sizes_in = [0 if r == self.link.rank else room for r, room in enumerate(of)]
         received, work = self.link.all_to_all(parts, sizes_in, self._buffer(key, sum(sizes_in)))
-        return Ticket(key, subject, messages, to, sizes_in, received, work)
+        return PendingMessages(key, subject, messages, to, sizes_in, received, work)
 
     def _agree(self, subject: Subject, lengths: list[int]) -> list[int]:
         one_each = [1] * self.link.world
@@ -74,7 +76,7 @@ class AllToAll:
         return arriving.tolist()
 
     def _room(self, lengths: Sequence[int] | map) -> list[int]:
-        return [capacity_for(n, self.link.exact) for n in lengths]
+        return [capacity_for(n, self.link.exact_lengths) for n in lengths]
 
     def _buffer(self, key: Hashable, size: int) -> torch.Tensor:
         buffer = self._buffers.get(key)
@@ -83,35 +85,37 @@ class AllToAll:
             self._buffers[key] = buffer
         return buffer[:size]
 
-    def ready(self, ticket: Ticket) -> bool:
+    def ready(self, pending: PendingMessages) -> bool:
         """Whether `finish` would neither wait nor have to send a rest, whose place in the order is fixed."""
-        if self.link.device.type != "cpu" or not ticket.work.is_completed():
+        if self.link.device.type != "cpu" or not pending.work.is_completed():
             return False
-        out = zip(ticket.blocks, ticket.capacities_out, strict=True)
+        out = zip(pending.blocks, pending.capacities_out, strict=True)
         fits = all(len(block) <= room for r, (block, room) in enumerate(out) if r != self.link.rank)
-        return fits and all(length_of(block) <= len(block) for block in self._split(ticket))
+        return fits and all(length_of(block) <= len(block) for block in self._split(pending))
 
-    def finish(self, ticket: Ticket) -> list[np.ndarray]:
+    def finish(self, pending: PendingMessages) -> list[np.ndarray]:
         """The messages to this rank, in rank order, its own among them; valid until the next `start` with this key."""
-        self.link.wait(ticket.work)
-        blocks = self._split(ticket)
+        self.link.wait(pending.work)
+        blocks = self._split(pending)
         for rank, block in enumerate(blocks):
-            ticket.subject.check(rank, block)
+            pending.subject.check(rank, block)
         lengths = [length_of(block) for block in blocks]
-        self._capacities[ticket.key] = self._room(map(len, ticket.blocks)), self._room(lengths)
-        arrived = (min(n, size) if self.link.exact else size for n, size in zip(lengths, ticket.sizes_in, strict=True))
+        self._capacities[pending.key] = self._room(map(len, pending.blocks)), self._room(lengths)
+        arrived = (
+            min(n, size) if self.link.exact_lengths else size for n, size in zip(lengths, pending.sizes_in, strict=True)
+        )
         self.link.bytes_received += sum(arrived)
-        self._add_rests(ticket, blocks, lengths)
+        self._add_rests(pending, blocks, lengths)
         return [block[PREFIX:length] for block, length in zip(blocks, lengths, strict=True)]
 
-    def _split(self, ticket: Ticket) -> list[np.ndarray]:
-        blocks = [block.numpy() for block in ticket.received.cpu().split(ticket.sizes_in)]
-        blocks[self.link.rank] = ticket.blocks[self.link.rank].numpy()
+    def _split(self, pending: PendingMessages) -> list[np.ndarray]:
+        blocks = [block.numpy() for block in pending.received.cpu().split(pending.sizes_in)]
+        blocks[self.link.rank] = pending.blocks[self.link.rank].numpy()
         return blocks
 
-    def _add_rests(self, ticket: Ticket, blocks: list[np.ndarray], lengths: list[int]) -> None:
+    def _add_rests(self, pending: PendingMessages, blocks: list[np.ndarray], lengths: list[int]) -> None:
         own, device = self.link.rank, self.link.device
-        out = enumerate(zip(ticket.blocks, ticket.capacities_out, strict=True))
+        out = enumerate(zip(pending.blocks, pending.capacities_out, strict=True))
         sent = {r: block[room:].to(device) for r, (block, room) in out if r != own and len(block) > room}
         received = {
             r: torch.empty(length - len(block), dtype=torch.uint8, device=device)

@@ -30,11 +30,11 @@ class Pause:
         return self.ready is None
 
 
-Job = Generator[Pause, None, None]
+Exchange = Generator[Pause, None, None]
 
 
 class _Running:
-    def __init__(self, job: Job):
+    def __init__(self, job: Exchange):
         self.job = job
         self.pause: Pause | None = None
         self.advance()
@@ -48,11 +48,13 @@ class _Running:
         return self.pause is not None and self.pause.ordered
 
 
-class WireThread:
+class ExchangeThread:
     """The thread is started by the first job, and ended by `close`."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Job] | None, threading.Event | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Exchange] | None, threading.Event | None]] = (
+            queue.SimpleQueue()
+        )
         self._running: deque[_Running] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -60,7 +62,7 @@ class WireThread:
         # link idle, while it shares the core with the backward pass.
         self.inline = torch.get_num_threads() == 1 and not torch.cuda.is_available()
 
-    def submit(self, job: Callable[[], Job]) -> None:
+    def submit(self, job: Callable[[], Exchange]) -> None:
         if self.inline:
             self._run(job)
             return
@@ -99,7 +101,7 @@ class WireThread:
                 done.set()
 
     @torch.no_grad()
-    def _run(self, job: Callable[[], Job] | None) -> None:
+    def _run(self, job: Callable[[], Exchange] | None) -> None:
         """Begin a job, or finish all of them."""
         try:
             if self._error is None:
@@ -108,14 +110,14 @@ class WireThread:
             self._error = error
             self._running.clear()
 
-    def _next(self) -> tuple[Callable[[], Job] | None, threading.Event | None]:
+    def _next(self) -> tuple[Callable[[], Exchange] | None, threading.Event | None]:
         while True:
             try:
                 return self._queue.get(timeout=POLL) if self._running else self._queue.get()
             except queue.Empty:
                 self._go_on()
 
-    def _begin(self, job: Callable[[], Job]) -> None:
+    def _begin(self, job: Callable[[], Exchange]) -> None:
         begun = _Running(job())
         for other in reversed(self._running):
             if other.ordered:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-class InThread:
+class ThreadedWait:
     """Several works as one."""
 
     def __init__(self, works: Sequence[dist.Work]):

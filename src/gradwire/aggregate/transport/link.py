@@ -17,7 +17,7 @@ from gradwire.aggregate.peers.attendance import Attendance
 from gradwire.aggregate.peers.diagnosis import COMPUTING, WAITING, explain, wait
 from gradwire.aggregate.peers.handshake import Facts, compare
 from gradwire.aggregate.peers.roll_call import RollCall
-from gradwire.aggregate.transport.gloo_wait import InThread
+from gradwire.aggregate.transport.gloo_wait import ThreadedWait
 from gradwire.errors import AggregateError, GradwireError
 
 # torch 2.13 renamed them and warns about the old names.
@@ -34,7 +34,7 @@ class Link:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
         # Gloo takes a message that is shorter than the room made for it.
-        self.exact = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        self.exact_lengths = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
         self.can_or = self.device.type == "cpu"  # NCCL cannot
         # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
@@ -80,7 +80,7 @@ class Link:
         try:
             link = cls(dist.new_group(chosen, timeout_of(like.group), backend, use_local_synchronization=True))
         except RuntimeError as error:
-            raise like.lost(error) from error
+            raise like.diagnose(error) from error
         link.roll_call = like.roll_call
         return link
 
@@ -112,7 +112,7 @@ class Link:
         if self.roll_call is not None:
             self.roll_call.at(COMPUTING, step)
 
-    def lost(self, error: RuntimeError) -> AggregateError:
+    def diagnose(self, error: RuntimeError) -> AggregateError:
         """What torch's error means: who is lost, if that can be found out."""
         if self.roll_call is None:
             return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")
@@ -175,9 +175,9 @@ class Link:
         try:
             under_way = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self.diagnose(error) from error
         if self.device.type == "cpu":
-            self.wait(InThread(under_way))
+            self.wait(ThreadedWait(under_way))
         else:
             for work in under_way:
                 self.wait(work)
@@ -203,15 +203,15 @@ class Link:
         try:
             work = collective(*arguments, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self.diagnose(error) from error
         assert work is not None
         return work
 
-    def wait(self, work: dist.Work | InThread) -> None:
+    def wait(self, work: dist.Work | ThreadedWait) -> None:
         try:
             wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self.diagnose(error) from error
 
     def wait_for(self, futures: Iterable[torch.futures.Future]) -> None:
         """Wait for collectives that others have started, by DDP's own way, among the same ranks."""
@@ -221,7 +221,7 @@ class Link:
             for future in futures:
                 future.wait()
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self.diagnose(error) from error
         if self.roll_call is not None:
             self.roll_call.at(COMPUTING)
 

@@ -31,7 +31,7 @@ SESSION = struct.Struct(f"<16sQIIII{WORKERS * PLACE.size}s{WORKERS}Q")
 DEVICE = struct.Struct("<Ii")
 
 
-class Xdp:
+class XdpEngine:
     """An engine (see `Engine`) at one address of this host, for workers behind the given interfaces."""
 
     def __init__(self, bind: Address, interfaces: Sequence[str]):

@@ -13,7 +13,7 @@ import torch
 from gradwire.aggregate.messages.tensor_parts import Named, Part
 
 
-class Staging:
+class HostCopies:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}  # of this step, by name, as the exchange has them
         self._originals: dict[str, torch.Tensor] = {}  # of those that were copied
