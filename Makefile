@@ -19,10 +19,12 @@ nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, b
 	$(BIN)/python tests/nightly_replicas.py
 	$(BIN)/python -m pytest --slow tests/flower/test_flower_deployment.py tests/flower/test_federated.py
 
-lint: $(VENV)/.lint        ## style and types
+lint: $(VENV)/.lint        ## style, types, the import law and its graph
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python scripts/import_graph.py --check
 
 bench: $(VENV)/.test       ## speed on one core, beside copy, zstd, constriction, torch.topk and eager torch
 	$(BIN)/python benchmarks/codec.py
@@ -86,5 +88,5 @@ $(VENV)/.test: $(VENV)/.deps $(NATIVE)
 	touch $(VENV)/.built $@
 
 $(VENV)/.lint: $(VENV)/.deps
-	$(PIP) ruff mypy numpy typer rich
+	$(PIP) ruff mypy import-linter clang-format pre-commit numpy typer rich
 	touch $@

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import typer
 
-from gradwire import GradwireError, __version__
+from gradwire._version import __version__
+from gradwire.errors import GradwireError
 
 COMMANDS = ("train", "inspect", "recipes", "aggregator")
 

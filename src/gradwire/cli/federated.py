@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from gradwire import __version__, tasks
+from gradwire import tasks
+from gradwire._version import __version__
 from gradwire.catalogue.all_recipes import recipe
 from gradwire.cli import federated_report, flower_simulation
 from gradwire.cli.federated_progress import Rounds

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire import __version__, tasks
+from gradwire import tasks
+from gradwire._version import __version__
 from gradwire.checkpoints import run_file
 from gradwire.cli import one_line
 from gradwire.cli.progress import Progress
