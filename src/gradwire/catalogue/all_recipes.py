@@ -128,12 +128,13 @@ _DENSE = [
           lambda v: Cast(torch.float16)),
     Entry("bf16", "bfloat16: twice as small, full range; no more than that", "", lambda v: Cast(torch.bfloat16)),
     Entry(
-        "co3", "4-bit floats, entropy-coded, with error feedback: the paper's own; ecq has less error for its bytes",
+        "co3", "4-bit floats, entropy-coded, with error feedback: the one to start with; ecq where bytes count more "
+        "than time",
         "CO3, arXiv 2203.09044", _build_minifloat, _minifloat("fp4", "rans", "0.9"),
     ),
     Entry(
         "ecq", "an even grid made for the entropy coder, at the rate (2 bits an entry) or error you name: the least "
-        "error for its bytes of all dense recipes; a sparse one where links are below 100 Mbit/s",
+        "error for its bytes of all dense recipes; co3 is quicker, and a sparse one better below 100 Mbit/s",
         "Gish and Pierce 1968; Sullivan 1996", _build_ecq, _ECQ,
     ),
     Entry(
