@@ -1,10 +1,21 @@
-"""What all tests share: the kernels they run on, and which of them are slow.
+"""What all tests share: two tiers, the kernels they run on, and the ranks that serve them.
 
 pytest                          everything but the slow tests
+pytest --quick                  the quick tier: `make test`
+pytest --rest                   what the quick tier leaves out; `make test-all` runs one after the other
 pytest --slow                   the slow ones too: tensors of more than 2³¹ entries, up to 12 GB of memory
+pytest -k name                  one test, or one scenario with ranks, by its name, of whichever tier
 GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
 HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
-pytest -n 2                     two tests at a time, as `make test` has it; of those with ranks, one
+pytest -n 2                     two tests at a time
+
+The quick tier has every promise once: every family of kernels on the reference and on the best instruction set, every
+golden frame, every entry point with real ranks, every main fault. A test, a parameter or a scenario that repeats a
+promise (on another instruction set, with another recipe, at length) is marked `@pytest.mark.thorough`, which leaves it
+to the rest. A test in both tiers at different strengths asks `thorough()`, see support/tiers.py.
+
+Loops over many cases are one test: support/cases.py lists every case that failed, by its name.
+Scenarios with ranks are in support/rank_pool.py.
 """
 
 from __future__ import annotations
@@ -20,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from support.helpers import BACKENDS, use_backend
+from support.rank_pool import RankPool
 
 torch.set_num_threads(1)  # tensors are small here, and tests may run beside each other
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
@@ -28,25 +40,34 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the thorough tests")
+    parser.addoption("--rest", action="store_true", help="run only what --quick leaves out")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "thorough: repeats a promise of the quick tier at length; --quick leaves it out")
     config.addinivalue_line("markers", "slow: needs much memory or time; runs only with --slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    left_out = []
+    for item in items:
+        thorough = item.get_closest_marker("thorough") is not None or item.get_closest_marker("slow") is not None
+        if (thorough and config.getoption("--quick")) or (not thorough and config.getoption("--rest")):
+            left_out.append(item)
+        elif item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """One worker runs all modules that launch ranks, so that ranks, which have timeouts, do not compete with other
-    ranks. All other tests go to whoever is free, but those that share something stay together: a module with fixtures
-    of its own for all tests, and tests that differ in parameters alone, of which many are done sooner than handed out.
+    """Tests go to whoever is free, but those that share something stay together: a module that uses ranks or has
+    fixtures of its own for all tests, and tests that differ in parameters alone.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -54,21 +75,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     def text(path: str) -> str:
         return (config.rootpath / path).read_text()
 
-    class RanksTogether(LoadScopeScheduling):
+    class SharedTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            if "launch(" in text(path):
-                return "ranks"
-            return path if 'scope="module"' in text(path) else nodeid.partition("[")[0]
+            together = 'scope="module"' in text(path) or "RankPool" in text(path)
+            return path if together else nodeid.partition("[")[0]
 
-    return RanksTogether(config, log)
+    return SharedTogether(config, log)
 
 
-@pytest.fixture(params=BACKENDS, scope="module")
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[] if name in (BACKENDS[0], BACKENDS[-1]) else [pytest.mark.thorough])
+        for name in BACKENDS
+    ],
+    scope="module",
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once on the reference kernels, and once on each instruction set of the native ones."""
     with use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes for scenarios: started when they are needed, and then there for all tests of the session."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

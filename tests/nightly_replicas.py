@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from support.ranks import launch
+from support.rank_pool import launch
 from support.replicas import AGGREGATIONS, Training, progress_line, recipes_for_a_hook, verdict, work
 
 WORLDS = (2, 3, 4)

@@ -8,7 +8,6 @@ import socket
 import time
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,8 @@ from gradwire.aggregate.sums import aggregator_client
 from gradwire.aggregate.sums.aggregator_client import InNetwork, Operation
 from gradwire.aggregator.server import Server
 from gradwire.aggregator.userspace_engine import UserspaceEngine
-from support.ranks import Net, check_alike, check_raises, check_scenario, gathered, launch, loss_of, run_scenarios
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, check_alike, check_raises, gathered, loss_of
 
 WORLD = 3
 KEY = "00112233445566778899aabbccddeeff"
@@ -227,16 +227,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    os.environ["GRADWIRE_KEY"] = KEY
-    return run_scenarios(SCENARIOS, rank, folder, seconds=60, world=WORLD)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    return launch(work, tmp_path_factory.mktemp("ranks"), 300, WORLD)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_training_by_aggregator(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, WORLD, environment={"GRADWIRE_KEY": KEY})

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from gradwire.backward import convert_model, converted
+from gradwire.backward import convert, converted
 from support.helpers import bits
 from support.plain_rows import PlainRows, close
 
@@ -42,7 +42,7 @@ def states(model: nn.Module, forward: object = None, steps: int = 3) -> list[dic
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, bytes]]:
-    return states(convert_model(make(), 0.25))
+    return states(convert(make(), 0.25))
 
 
 def test_it_is_not_the_exact_training(expected):
@@ -55,7 +55,7 @@ def test_it_is_not_the_exact_training(expected):
 
 
 def test_in_place_activations_behind_a_layer(expected):
-    model = convert_model(make(), 0.25)
+    model = convert(make(), 0.25)
     model[1], model[4] = nn.ReLU(), nn.ReLU()
     assert states(model) == expected
 
@@ -63,14 +63,14 @@ def test_in_place_activations_behind_a_layer(expected):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_activations(expected, reentrant):
     """The forward pass runs twice, the backward pass once: a row enters the memory once."""
-    model = convert_model(make(), 0.25)
+    model = convert(make(), 0.25)
     assert states(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)) == expected
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(expected, backend):
     torch.compiler.reset()
-    model = convert_model(make(), 0.25)
+    model = convert(make(), 0.25)
     assert states(model, torch.compile(model, backend=backend)) == expected
     torch.compiler.reset()
 
@@ -80,14 +80,14 @@ def test_converted_after_it_was_compiled(expected):
     model = make()
     compiled = torch.compile(model, backend="eager")
     compiled(batch(0))
-    convert_model(compiled, 0.25)
+    convert(compiled, 0.25)
     assert len(converted(model)) == 3
     assert states(model, compiled) == expected
     torch.compiler.reset()
 
 
 def test_saved_tensors_elsewhere(expected):
-    model = convert_model(make(), 0.25)
+    model = convert(make(), 0.25)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True).copy(), torch.from_numpy):
@@ -97,7 +97,7 @@ def test_saved_tensors_elsewhere(expected):
 
 
 def test_functional_calls_and_gradients_by_name(expected):
-    model = convert_model(make(), 0.25)
+    model = convert(make(), 0.25)
     parameters = dict(model.named_parameters())
     loss = torch.func.functional_call(model, parameters, (batch(0),)).square().sum()
     gradients = torch.autograd.grad(loss, parameters.values())
@@ -149,7 +149,7 @@ def test_inputs_changed_in_place_are_noticed():
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_second_derivatives_are_refused(kind):
-    layer = convert_model(nn.Linear(6, 6) if kind == "linear" else nn.Conv1d(10, 6, 1), 2)
+    layer = convert(nn.Linear(6, 6) if kind == "linear" else nn.Conv1d(10, 6, 1), 2)
     x = batch(0)[None] if kind == "convolution" else batch(0)
     loss = layer(x).pow(3).sum()
     (gradient,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
@@ -190,14 +190,14 @@ def test_hooks_and_frozen_parts():
 def test_tied_weights_have_a_memory_for_each_layer():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
     model[1].weight = model[0].weight
-    convert_model(model, 2)
+    convert(model, 2)
     model(batch(0)).square().sum().backward()
     memories = [layer.memory for layer in converted(model).values()]
     assert len(memories) == 2 and bits(memories[0].inputs) != bits(memories[1].inputs)
 
 
 def test_copies_have_memories_of_their_own():
-    model = convert_model(make(), 0.25)
+    model = convert(make(), 0.25)
     states(model, steps=1)
     other = copy.deepcopy(model)
     before = {name: bits(t) for name, t in other.state_dict().items()}

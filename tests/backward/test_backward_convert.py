@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.backward import convert_model, converted, forget, revert
+from gradwire.backward import convert, converted, forget, revert
 from gradwire.errors import GradwireError, SpecError
 from support.helpers import bits
 
@@ -52,7 +52,7 @@ def test_layers_change_in_place_and_back():
     exact.load_state_dict(state)
     step(exact)
 
-    assert convert_model(model, 0.25) is model
+    assert convert(model, 0.25) is model
     assert all(isinstance(layer, nn.Linear) for layer in converted(model).values())
     assert list(converted(model)) == ["first", "blocks.0", "blocks.2", "head"]
     assert "k=0.25, policy=topk, decay=1.0" in repr(model.first)
@@ -76,7 +76,7 @@ def test_layers_change_in_place_and_back():
 def test_evaluation_is_exact():
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
-    convert_model(model, 1).eval()
+    convert(model, 1).eval()
     step(model), step(plain)
     assert gradients(model) == gradients(plain)
     assert converted(model)["head"].memory.inputs is None
@@ -90,30 +90,30 @@ def test_evaluation_is_exact():
 
 def test_shapes_alone():
     """Models on the meta device are run to count parameters and operations."""
-    model = convert_model(Net().to("meta"), 0.25)
+    model = convert(Net().to("meta"), 0.25)
     model(torch.empty(7, 6, device="meta")).sum().backward()
     assert model.head.weight.grad.shape == (3, 8) and model.head.memory.bytes == 0
 
 
 def test_names():
-    model = convert_model(Net(), {"head": None, "blocks.*": 0.25, "*": 3})
+    model = convert(Net(), {"head": None, "blocks.*": 0.25, "*": 3})
     assert {name: layer.choice.k for name, layer in converted(model).items()} == {
         "first": 3, "blocks.0": 0.25, "blocks.2": 0.25,
     }  # fmt: skip
     assert type(model.head) is nn.Linear
-    convert_model(model, {"blocks.*": None, "head": 1.0})  # "first" is matched by nothing, and exact again
+    convert(model, {"blocks.*": None, "head": 1.0})  # "first" is matched by nothing, and exact again
     assert list(converted(model)) == ["head"]
-    convert_model(model, {"*": 0.5, "head": None})
+    convert(model, {"*": 0.5, "head": None})
     assert len(converted(model)) == 4, "the first pattern that matches counts"
-    convert_model(model, {"head": None, "blocks.*": None, "first": 2, "*": 0.5})
+    convert(model, {"head": None, "blocks.*": None, "first": 2, "*": 0.5})
     assert list(converted(model)) == ["first"], "a last resort need not be used"
-    assert list(converted(convert_model(nn.Linear(2, 2), 1))) == [""]
+    assert list(converted(convert(nn.Linear(2, 2), 1))) == [""]
 
 
 def test_a_layer_with_two_names_is_one_layer():
     model = Net()
     model.again = model.first
-    convert_model(model, {"again": 2, "first": 3, "*": None})
+    convert(model, {"again": 2, "first": 3, "*": None})
     assert model.first.choice.k == 2 and list(converted(model)) == ["first"]
 
 
@@ -131,7 +131,7 @@ def test_which_layers():
     })  # fmt: skip
     model["patched"] = nn.Linear(2, 2)
     model["patched"].forward = lambda x: x
-    assert list(converted(convert_model(model, 1))) == ["linear", "one", "two", "three", "same"]
+    assert list(converted(convert(model, 1))) == ["linear", "one", "two", "three", "same"]
 
 
 def test_complex_rows_are_refused():
@@ -141,21 +141,21 @@ def test_complex_rows_are_refused():
 
 
 def test_converting_twice_keeps_memories():
-    model = convert_model(Net(), 0.25)
+    model = convert(Net(), 0.25)
     step(model)
     memories = [bits(layer.memory.inputs) for layer in converted(model).values()]
-    convert_model(model, 2, "randk", decay=0.5)
+    convert(model, 2, "randk", decay=0.5)
     assert [bits(layer.memory.inputs) for layer in converted(model).values()] == memories
     assert {(layer.choice.k, layer.choice.policy, layer.memory.decay) for layer in converted(model).values()} == {
         (2, "randk", 0.5)
     }
-    convert_model(model, 2, memory_dtype=torch.bfloat16)
+    convert(model, 2, memory_dtype=torch.bfloat16)
     size = model.head.memory.bytes
     step(model)
     assert model.head.memory.bytes == size // 2
     forget(model)
     assert all(layer.memory.bytes == 0 for layer in converted(model).values())
-    convert_model(model, 2, decay=0)
+    convert(model, 2, decay=0)
     step(model)
     assert all(layer.memory is None for layer in converted(model).values())
     forget(model)
@@ -190,31 +190,31 @@ def test_converting_twice_keeps_memories():
 def test_what_cannot_be_done_changes_nothing(options, message):
     model = Net()
     with pytest.raises(SpecError) as raised:
-        convert_model(model, **options)
+        convert(model, **options)
     assert message.replace(".no memory.", "(no memory)") in str(raised.value)
     assert not converted(model)
-    convert_model(model, 0.5)
+    convert(model, 0.5)
     step(model)
     before = {name: (layer.choice, bits(layer.memory.inputs)) for name, layer in converted(model).items()}
     with pytest.raises(SpecError):
-        convert_model(model, **options)
+        convert(model, **options)
     assert {name: (layer.choice, bits(layer.memory.inputs)) for name, layer in converted(model).items()} == before
 
 
 def test_models_without_such_layers():
     with pytest.raises(GradwireError, match="nothing to convert"):
-        convert_model(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3)), 0.5)
+        convert(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3)), 0.5)
     assert not converted(revert(nn.ReLU()))
 
 
 def test_a_class_made_of_a_converted_one():
     """fully_shard and parametrizations make a class of their own: the choice can change, but not the class."""
-    layer = convert_model(nn.Linear(4, 4), 2)
+    layer = convert(nn.Linear(4, 4), 2)
     nn.utils.parametrize.register_parametrization(layer, "bias", nn.Identity())
     step(layer, inputs=4)
-    convert_model(layer, 3)
+    convert(layer, 3)
     assert layer.choice.k == 3 and layer.memory.inputs is not None
-    for work in (revert, lambda model: convert_model(model, {"": None})):
+    for work in (revert, lambda model: convert(model, {"": None})):
         with pytest.raises(GradwireError, match="ParametrizedLinear was made of a converted layer"):
             work(layer)
     assert layer.choice.k == 3
@@ -229,23 +229,23 @@ def test_importing_gradwire_does_not_import_the_compiler():
 def test_converting_again_keeps_scaler_and_optimizer():
     layer, scaler = nn.Linear(6, 5), torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    convert_model(layer, 2, optimizer=optimizer, grad_scaler=scaler)
+    convert(layer, 2, optimizer=optimizer, grad_scaler=scaler)
     x = torch.randn(8, 6)
     layer(x).sum().backward()
     kept = bits(layer.memory.inputs)
-    convert_model(layer, 3)
+    convert(layer, 3)
     assert layer.scales.optimizer is optimizer and layer.scales.grad_scaler is scaler
     assert bits(layer.memory.inputs) == kept
 
 
 def test_layers_converted_apart_keep_what_is_theirs():
-    first, second = convert_model(nn.Linear(6, 5), 2), nn.Linear(5, 4)
+    first, second = convert(nn.Linear(6, 5), 2), nn.Linear(5, 4)
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-    convert_model(second, 2, optimizer=optimizer)
+    convert(second, 2, optimizer=optimizer)
     model = nn.Sequential(first, second, nn.Linear(4, 4))
     model[:2](torch.randn(8, 6)).sum().backward()
     kept = bits(second.memory.inputs)
-    convert_model(model, 3)
+    convert(model, 3)
     assert [layer.scales.optimizer for layer in model] == [None, optimizer, None]
     assert bits(second.memory.inputs) == kept
 
@@ -253,15 +253,15 @@ def test_layers_converted_apart_keep_what_is_theirs():
 def test_an_optimizer_that_got_momentum_can_be_left_behind():
     layer = nn.Linear(6, 5)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    convert_model(layer, 2, optimizer=optimizer)
+    convert(layer, 2, optimizer=optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(SpecError, match=r"gradwire\.backward\.revert\(model\) first"):
-        convert_model(layer, 2)
-    assert convert_model(revert(layer), 2).scales.optimizer is None
+        convert(layer, 2)
+    assert convert(revert(layer), 2).scales.optimizer is None
 
 
 def test_a_replaced_forward_stays_in_use():
-    layer = convert_model(nn.Linear(6, 5), 2)
+    layer = convert(nn.Linear(6, 5), 2)
     own = layer.forward
     layer.forward = functools.partial(own)
     with pytest.raises(GradwireError, match="put its own back before it is reverted"):
@@ -272,12 +272,12 @@ def test_a_replaced_forward_stays_in_use():
 
 
 def test_a_memory_in_other_units_is_dropped():
-    layer = convert_model(nn.Linear(6, 5), 2)
+    layer = convert(nn.Linear(6, 5), 2)
     layer(torch.randn(8, 6)).sum().backward()
-    convert_model(layer, 2, optimizer=torch.optim.SGD(layer.parameters(), lr=0.1))
+    convert(layer, 2, optimizer=torch.optim.SGD(layer.parameters(), lr=0.1))
     assert layer.memory.inputs is None
 
 
 def test_centre_is_true_or_false():
     with pytest.raises(SpecError, match="True or False, not 'no'"):
-        convert_model(nn.Linear(6, 5), 2, centre="no")
+        convert(nn.Linear(6, 5), 2, centre="no")

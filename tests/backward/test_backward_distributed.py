@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from gradwire.backward import convert_model, converted, forget, revert
+from gradwire.backward import convert, converted, forget, revert
 from gradwire.errors import GradwireError
 from support.helpers import bits
-from support.ranks import (
-    Net,
-    Tensors,
-    attach,
-    check_raises,
-    check_scenario,
-    digest,
-    gathered,
-    launch,
-    loss_of,
-    run_scenarios,
-)
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, Tensors, attach, be_quiet, check_raises, digest, gathered, loss_of
 
 STEPS = 10
 K = 0.25
@@ -37,7 +25,7 @@ K = 0.25
 
 def make(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return convert_model(Net(), K)
+    return convert(Net(), K)
 
 
 def ddp(model: nn.Module | None = None, **options: object) -> DistributedDataParallel:
@@ -196,7 +184,7 @@ def fsdp_changed_and_saved(rank: int) -> None:
     model, other = sharded(), sharded()
     loss_of(model, rank, 0).backward()
     before = digest(memories(model))
-    convert_model(model, 3, "weightedk")
+    convert(model, 3, "weightedk")
     assert {layer.choice.k for layer in converted(model).values()} == {3} and len(converted(model)) == 3
     assert digest(memories(model)) == before
     check_raises(GradwireError, "FSDPLinear was made of a converted layer", lambda: revert(model))
@@ -204,7 +192,7 @@ def fsdp_changed_and_saved(rank: int) -> None:
     set_model_state_dict(other, get_model_state_dict(model))
     assert digest(memories(other)) == before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    convert_model(model, 3, optimizer=optimizer)
+    convert(model, 3, optimizer=optimizer)
     check_raises(GradwireError, "is not in the optimizer", lambda: loss_of(model, rank, 1).backward())
 
 
@@ -247,16 +235,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about its own names
-    return run_scenarios(SCENARIOS, rank, folder, 60)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("backward"), 240)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_three_ranks(results, scenario):
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_chosen_rows_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, setup=be_quiet)

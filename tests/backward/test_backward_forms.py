@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.backward import convert_model
+from gradwire.backward import convert
 from gradwire.errors import GradwireError, SpecError
 from support.helpers import bits
 from support.plain_rows import PlainRows, close
@@ -30,7 +30,7 @@ def pair(rate: float, dtype: torch.dtype = torch.float32, **options: object) -> 
     torch.manual_seed(0)
     layer = nn.Linear(6, 5, dtype=dtype)
     optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
-    return convert_model(layer, 3, optimizer=optimizer, **options), optimizer
+    return convert(layer, 3, optimizer=optimizer, **options), optimizer
 
 
 def gradient(layer: nn.Module, step: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_a_rate_of_zero_waits(rate):
 def test_groups_have_rates_of_their_own():
     model = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
     groups = [{"params": model[0].parameters(), "lr": 0.25}, {"params": model[1].parameters(), "lr": 0.01}]
-    convert_model(model, 3, optimizer=torch.optim.SGD(groups))
+    convert(model, 3, optimizer=torch.optim.SGD(groups))
     for layer, rate in zip(model, (0.25, 0.01), strict=True):
         gradient(layer, 0)
         left = PlainRows(6, 5)
@@ -115,9 +115,9 @@ def test_other_optimizers_are_refused_and_work_without(make):
     optimizer = make(layer.parameters())
     way_out = "leave optimizer= out (if it was given before, call gradwire.backward.revert(model) first)"
     with pytest.raises(SpecError, match=re.escape(f"{way_out}: the other form works with every optimizer")):
-        convert_model(layer, 3, optimizer=optimizer)
+        convert(layer, 3, optimizer=optimizer)
     assert type(layer) is nn.Linear
-    convert_model(layer, 3)
+    convert(layer, 3)
     before = layer.weight.detach().clone()
     gradient(layer, 0)
     optimizer.step()
@@ -135,7 +135,7 @@ def test_momentum_that_comes_later_is_refused():
 
 def test_a_weight_that_the_optimizer_does_not_have():
     layer, other = nn.Linear(6, 5), nn.Linear(6, 5)
-    convert_model(layer, 3, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+    convert(layer, 3, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(GradwireError, match=r"is not in the optimizer .* leave optimizer= out"):
         gradient(layer, 0)
 
@@ -149,7 +149,7 @@ def test_a_copy_does_not_take_the_optimizer_with_it():
     with pytest.raises(GradwireError, match="is not in the optimizer"):
         gradient(other, 1)
     new = torch.optim.SGD(other.parameters(), lr=0.1)
-    convert_model(other, 3, optimizer=new)
+    convert(other, 3, optimizer=new)
     assert bits(gradient(other, 1)) == bits(gradient(layer, 1))
 
 

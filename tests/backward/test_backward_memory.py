@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import gradwire
-from gradwire.backward import RowMemory, convert_model, converted, forget
+from gradwire.backward import RowMemory, convert, converted, forget
 from gradwire.errors import GradwireError
 from support.helpers import bits, check_same
 from support.plain_rows import PlainRows, close
@@ -44,7 +44,7 @@ def test_batches_of_other_sizes(k):
 def test_an_empty_batch_is_as_in_torch(kind):
     x = {"linear": (0, 6), "time": (0, 3, 6), "convolution": (0, 6, 4)}[kind]
     plain = nn.Conv1d(6, 5, 1) if kind == "convolution" else nn.Linear(6, 5)
-    layer = convert_model(copy.deepcopy(plain), 0.5)
+    layer = convert(copy.deepcopy(plain), 0.5)
     for model in (plain, layer):
         model(torch.zeros(x)).sum().backward()
     check_same(layer.weight.grad + 0.0, plain.weight.grad + 0.0)
@@ -54,7 +54,7 @@ def test_an_empty_batch_is_as_in_torch(kind):
 def test_a_layer_without_outputs_or_inputs():
     for inputs, outputs in ((6, 0), (0, 5)):
         plain = nn.Linear(inputs, outputs)
-        layer = convert_model(copy.deepcopy(plain), 2)
+        layer = convert(copy.deepcopy(plain), 2)
         for model in (plain, layer):
             model(torch.ones(4, inputs)).sum().backward()
         assert layer.weight.grad.shape == plain.weight.grad.shape and not layer.weight.grad.any()
@@ -150,7 +150,7 @@ def test_one_memory_is_of_one_layer():
 def make(k: object = 0.25, seed: int = 0, **options: object) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
-    return convert_model(model, k, **options) if k else model
+    return convert(model, k, **options) if k else model
 
 
 def train(model: nn.Module, steps: range, size: int = 12) -> None:
@@ -215,7 +215,7 @@ def test_plain_states_and_back():
     plain.load_state_dict(model.state_dict(), strict=False)
     plain.load_state_dict(gradwire.backward.revert(model).state_dict())
     without = make(decay=0)
-    without.load_state_dict(saved(convert_model(model, 0.5)))
+    without.load_state_dict(saved(convert(model, 0.5)))
     train(model, range(1)), without.load_state_dict(saved(model), strict=True)
     assert not [name for name in without.state_dict() if "memory" in name]
 

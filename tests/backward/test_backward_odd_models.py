@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradwire
 from gradwire import GradwireError
-from gradwire.backward import convert_model, converted, forget, revert
+from gradwire.backward import convert, converted, forget, revert
 
 
 def mlp() -> nn.Sequential:
@@ -32,7 +32,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def trained(k: float = 0.5) -> nn.Sequential:
     """With something in its memories."""
-    model = convert_model(mlp(), k)
+    model = convert(mlp(), k)
     gradients(model, torch.randn(4, 6))
     return model
 
@@ -48,33 +48,33 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_inputs_by_their_name(layer):
     x = torch.randn(2, 6, 6)
     expected = layer(input=x)
-    assert torch.equal(convert_model(layer, 0.5)(input=x), expected)
+    assert torch.equal(convert(layer, 0.5)(input=x), expected)
 
 
 @pytest.mark.parametrize("shape", [(6,), (0, 6), (2, 0, 6)])
 def test_few_rows(shape):
     layer = nn.Linear(6, 4)
     exact = gradients(layer, x := torch.randn(shape))
-    assert_same(gradients(convert_model(layer, 0.5), x), exact)
+    assert_same(gradients(convert(layer, 0.5), x), exact)
 
 
 def test_no_features():
-    layer = convert_model(nn.Linear(0, 4), 0.5)
+    layer = convert(nn.Linear(0, 4), 0.5)
     assert gradients(layer, torch.randn(3, 0))["weight"].shape == (4, 0)
 
 
 def test_nested_and_meta_tensors_are_exact():
     parts = [torch.randn(3, 6), torch.randn(2, 6)]
-    plain, layer = nn.Linear(6, 4), convert_model(nn.Linear(6, 4), 0.5)
+    plain, layer = nn.Linear(6, 4), convert(nn.Linear(6, 4), 0.5)
     layer.load_state_dict(plain.state_dict())
     for each in (plain, layer):
         each(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
-    gradients(convert_model(mlp().to("meta"), 0.5), torch.randn(4, 6, device="meta"))
+    gradients(convert(mlp().to("meta"), 0.5), torch.randn(4, 6, device="meta"))
 
 
 def test_sparse_inputs_are_exact():
-    plain, layer, x = nn.Linear(6, 4), convert_model(nn.Linear(6, 4), 0.5), torch.eye(6).to_sparse()
+    plain, layer, x = nn.Linear(6, 4), convert(nn.Linear(6, 4), 0.5), torch.eye(6).to_sparse()
     layer.load_state_dict(plain.state_dict())
     assert_same(gradients(layer, x), gradients(plain, x))
 
@@ -82,7 +82,7 @@ def test_sparse_inputs_are_exact():
 @pytest.mark.usefixtures("alone")
 def test_layers_of_tensor_parallelism_are_exact():
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    models, x = [mlp(), convert_model(mlp(), 0.5)], torch.randn(8, 6)
+    models, x = [mlp(), convert(mlp(), 0.5)], torch.randn(8, 6)
     for model in models:
         parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
     exact, ours = ({name: g.full_tensor() for name, g in gradients(model, x).items()} for model in models)
@@ -91,7 +91,7 @@ def test_layers_of_tensor_parallelism_are_exact():
 
 def test_gradients_lie_in_memory_as_their_weights():
     """DistributedDataParallel warns of others."""
-    layer = convert_model(nn.Conv2d(8, 5, 1).to(memory_format=torch.channels_last), 0.5)
+    layer = convert(nn.Conv2d(8, 5, 1).to(memory_format=torch.channels_last), 0.5)
     gradients(layer, torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last))
     assert layer.weight.grad.stride() == layer.weight.stride() != nn.Conv2d(8, 5, 1).weight.stride()
 
@@ -107,9 +107,9 @@ def test_weights_computed_by_hooks(norm: Callable[[nn.Module], nn.Module]):
     for each in (plain, model):
         torch.manual_seed(1)  # spectral norm starts at random
         norm(each[0])
-    convert_model(model, 1.0)
+    convert(model, 1.0)
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
-    convert_model(model, 0.5)
+    convert(model, 0.5)
     assert "0" in converted(model)
     gradients(model, x)
     assert model[0].memory.bytes
@@ -117,7 +117,7 @@ def test_weights_computed_by_hooks(norm: Callable[[nn.Module], nn.Module]):
 
 def test_a_parametrization_is_computed_once_a_step():
     """Spectral norm goes on by one iteration whenever somebody looks at the weight."""
-    plain, model, x = mlp(), convert_model(mlp(), 0.5), torch.randn(4, 6)
+    plain, model, x = mlp(), convert(mlp(), 0.5), torch.randn(4, 6)
     for each in (plain, model):
         torch.manual_seed(1)
         parametrizations.spectral_norm(each[0])
@@ -142,9 +142,9 @@ def test_another_weight():
 def test_lazy_layers_are_converted_after_their_first_batch():
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(GradwireError, match="lazy layers until a batch has gone through them"):
-        convert_model(model, 0.5)
+        convert(model, 0.5)
     model(torch.randn(4, 6))
-    assert list(converted(convert_model(model, 0.5))) == ["0"]
+    assert list(converted(convert(model, 0.5))) == ["0"]
 
 
 # ── models that are copied, saved, cast and recorded ──
@@ -185,7 +185,7 @@ def test_a_state_that_is_loaded_in_inference_mode():
 
 
 def test_a_backward_pass_in_inference_mode():
-    layer, x = convert_model(nn.Linear(6, 4), 2).double(), torch.randn(8, 6, dtype=torch.float64)  # fp64: the reference
+    layer, x = convert(nn.Linear(6, 4), 2).double(), torch.randn(8, 6, dtype=torch.float64)  # fp64: the reference
     loss = layer(x).square().sum()
     with torch.inference_mode():
         loss.backward()
@@ -195,7 +195,7 @@ def test_a_backward_pass_in_inference_mode():
 
 
 def test_a_layer_without_parameters_can_be_moved():
-    layer = convert_model(nn.Linear(6, 4, bias=False), 2)
+    layer = convert(nn.Linear(6, 4, bias=False), 2)
     gradients(layer, torch.randn(8, 6))
     weight = layer.weight.detach()
     del layer.weight
@@ -213,7 +213,7 @@ def test_an_average_of_models_has_its_own_memories():
 
 
 def test_recorded_graphs_are_exact():
-    model, x = convert_model(mlp(), 0.5), torch.randn(4, 6)
+    model, x = convert(mlp(), 0.5), torch.randn(4, 6)
     graph = torch.jit.trace(model, x)
     assert_same(gradients(graph, x), gradients(mlp(), x))
     assert not model[0].memory.bytes
@@ -225,7 +225,7 @@ def test_the_fast_path_of_a_transformer():
     torch.manual_seed(0)
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(4, 5, 8)
     plain = copy.deepcopy(layer).eval()
-    assert list(converted(convert_model(layer, 0.5))) == ["linear1", "linear2"]  # attention calls no layer for its own
+    assert list(converted(convert(layer, 0.5))) == ["linear1", "linear2"]  # attention calls no layer for its own
     gradients(layer, x)
     assert layer.linear1.memory.bytes
     layer.eval()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.backward import convert_model, converted
+from gradwire.backward import convert, converted
 from support.helpers import bits, check_same
 
 
@@ -31,7 +31,7 @@ def test_rows_that_are_not_finite_do_not_reach_the_memory(bad, where, k):
     layer = gradwire.backward.Linear(6, 5, k=2, centre=False)
     x, d = batch(0)
     layer(x).backward(d)
-    convert_model(layer, k, centre=False)
+    convert(layer, k, centre=False)
     before = layer.memory.inputs.clone(), layer.memory.outputs.clone()
     x, d = batch(1)
     (x if where == "inputs" else d)[3, 2] = bad  # not of the rows that would be chosen, or of them
@@ -119,7 +119,7 @@ def make(k: object = None, **options: object) -> nn.Sequential:
     model = nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), nn.Unflatten(1, (8, 1)), nn.Conv1d(8, 7, 1), nn.Flatten(), nn.Linear(7, 5)
     )
-    return convert_model(model, k, **options) if k else model
+    return convert(model, k, **options) if k else model
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
@@ -166,7 +166,7 @@ def test_autocast_of_the_function():
 
 
 def test_autocast_leaves_fp64_alone():
-    layer = convert_model(nn.Linear(6, 5, dtype=torch.float64), 2)
+    layer = convert(nn.Linear(6, 5, dtype=torch.float64), 2)
     x, d = batch(0)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x.double())
@@ -185,9 +185,7 @@ def train(
     """`bad` multiplies the loss of a step; with `skip` those steps are left out."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
-    convert_model(
-        model, 0.25, grad_scaler=scaler, optimizer=optimizer if options.pop("paper", False) else None, **options
-    )
+    convert(model, 0.25, grad_scaler=scaler, optimizer=optimizer if options.pop("paper", False) else None, **options)
     scales = []
     for step in range(10):
         if skip and step in bad:
@@ -229,7 +227,7 @@ def test_the_memory_is_not_scaled(dtype, paper):
 def test_fp16_overflows_until_the_scale_fits():
     """fp16 holds 65504: while the scale is too large for a row, steps are skipped, and the rows that fit wait."""
     own = scaler(2.0**18)
-    layer = convert_model(nn.Linear(6, 5), 2, grad_scaler=own)
+    layer = convert(nn.Linear(6, 5), 2, grad_scaler=own)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     waiting, done = torch.zeros(8, 5), []
     for step in range(12):

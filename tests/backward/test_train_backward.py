@@ -18,7 +18,7 @@ from gradwire.tasks import backward_option
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from support.helpers import free_ports
-from support.ranks import WORLD, connect, launch
+from support.rank_pool import WORLD, RankPool, connect
 from support.train_runs import figures, settings
 
 
@@ -32,9 +32,7 @@ def test_exact_and_chosen_rows_in_one_command(
     summary = figures(tmp_path / "figures.json", "--codec", "none", "--codec", "co3", *options)
     assert summary["backward"] == ["none", "topk:k=0.5"]
     runs = {(run["codec"], run["backward"]): run for run in summary["runs"]}
-    assert list(runs) == [
-        (codec, backward_option) for codec in ("none", "co3") for backward_option in ("none", "topk:k=0.5")
-    ]
+    assert list(runs) == [(codec, backward) for codec in ("none", "co3") for backward in ("none", "topk:k=0.5")]
     assert runs["co3", "topk:k=0.5"]["backward_spec"] == "topk:k=0.5,decay=1,centre=yes"
     assert [run["converted"] for run in runs.values()] == [[], ["6", "8"]] * 2
     assert len({run["digest"] for run in runs.values()}) == 4
@@ -47,9 +45,7 @@ CHOSEN = ("co3", "topk:k=0.25,decay=0.9", 1), ("none", "randk:k=3", 1), ("co3", 
 
 
 def chosen(steps: int, codec: str, backward: str, sync_every: int, **more: Any) -> Settings:
-    return dataclasses.replace(
-        settings(steps), codecs=(codec,), backward=(backward_option,), sync_every=sync_every, **more
-    )
+    return dataclasses.replace(settings(steps), codecs=(codec,), backward=(backward,), sync_every=sync_every, **more)
 
 
 def stopped(rank: int, folder: Path) -> list[Any]:
@@ -79,9 +75,9 @@ def stopped(rank: int, folder: Path) -> list[Any]:
     return outcomes
 
 
-def test_resuming_chosen_rows_ends_as_if_never_stopped(tmp_path: Path) -> None:
+def test_resuming_chosen_rows_ends_as_if_never_stopped(ranks: RankPool) -> None:
     """Bit for bit; and not without the row memories, so that this can fail."""
-    assert launch(stopped, tmp_path, seconds=90) == [[[True, False]] * len(CHOSEN)] * WORLD
+    assert ranks.run(stopped, seconds=120) == [[[True, False]] * len(CHOSEN)] * WORLD
 
 
 @pytest.mark.usefixtures("alone")

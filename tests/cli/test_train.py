@@ -22,7 +22,7 @@ from gradwire.cli import main
 from gradwire.cli.report import show
 from gradwire.tasks.training import Training
 from support.helpers import free_ports
-from support.ranks import WORLD, connect, launch
+from support.rank_pool import WORLD, RankPool, connect
 from support.train_runs import (
     COMMAND,
     figures,
@@ -102,9 +102,9 @@ def stray(rank: int, folder: Path) -> list[str]:
         dist.destroy_process_group()
 
 
-def test_a_stray_replica_is_an_error(tmp_path: Path) -> None:
+def test_a_stray_replica_is_an_error(ranks: RankPool) -> None:
     told = ["replicas differ: rank 1 has other parameters than rank 0"]
-    assert launch(stray, tmp_path, seconds=60) == [told] * WORLD
+    assert ranks.run(stray, seconds=60) == [told] * WORLD
 
 
 # ── stop and resume ──

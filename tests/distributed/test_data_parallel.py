@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import datetime
 import gc
-import os
 import warnings
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from gradwire import GradwireError, SpecError
-from support.ranks import Net, Tensors, check_alike, check_raises, check_scenario, digest, gathered, launch, loss_of
-from support.ranks import run_scenarios as run
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, Tensors, check_alike, check_raises, digest, gathered, loss_of
 
 WORLD = 4
 AGGREGATIONS = ("all_gather", "scatter_reduce", "hierarchical")
@@ -378,16 +376,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    return run(SCENARIOS, rank, folder, seconds=30, world=WORLD)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("data_parallel"), seconds=240, world=WORLD)
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_data_parallel_on_four_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, WORLD, seconds=30, environment={"LOCAL_WORLD_SIZE": "2"})

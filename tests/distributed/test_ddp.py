@@ -1,37 +1,24 @@
 """Compressed DDP with real processes: Gloo over loopback, three workers.
 
-Starting processes costs seconds, so that all scenarios run in one launch, and the tests look at what came back. Here
-everything goes well; in test_ddp_bad_peers.py, peers disagree, hang and die.
+Scenarios run on all ranks and return what they saw, and the tests look at what came back. Here everything goes well; in
+test_ddp_bad_peers.py, peers disagree, hang and die.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import GradwireError, SpecError
 from gradwire.frame import headers
 from support.helpers import native
-from support.ranks import (
-    SMALL_BUCKETS,
-    WORLD,
-    Net,
-    Tensors,
-    attach,
-    backward,
-    connect,
-    digest,
-    launch,
-    loss_of,
-    make_ddp,
-)
+from support.rank_pool import WORLD, Outcomes, RankPool
+from support.ranks import SMALL_BUCKETS, Net, Tensors, attach, backward, digest, loss_of, make_ddp
 
 STEPS = 100 if native else 20  # the reference kernels take half a second a step
 DECAY = 0.9
@@ -56,20 +43,13 @@ def memory_of(handle: gradwire.ddp.Handle | gradwire.ddp.State) -> Tensors:
     return handle.state_dict()["memory"]
 
 
-# ── the launch ────────────────────────────────────────────────────────────────────────────────────
-
-
-def good_work(rank: int, folder: Path) -> dict[str, object]:
-    connect(rank, folder, "good")
-    scenarios = (train, feedback, frames, nonfinite, by_name, detach, restore, growth, other_kinds, accumulation)
-    results = {scenario.__name__: scenario(rank) for scenario in scenarios}
-    dist.destroy_process_group()
-    return results
+# ── scenarios: they return what the tests look at ─────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(good_work, tmp_path_factory.mktemp("good"), seconds=240)
+def good(ranks: RankPool) -> list[Outcomes]:
+    """What scenarios returned, by rank and by the scenario's name."""
+    return ranks.outcomes({s.__name__: s for s in SCENARIOS})
 
 
 def train(rank: int) -> dict[str, object]:
@@ -453,3 +433,6 @@ def test_accumulated_gradients(good):
         exact = sum(r["true"][name].double() for r in results) / WORLD
         assert float((mean.double() - exact).norm() / exact.norm()) < 1e-6, name
     assert results[0]["steps"] == 1
+
+
+SCENARIOS = (train, feedback, frames, nonfinite, by_name, detach, restore, growth, other_kinds, accumulation)

@@ -4,14 +4,14 @@ Every case trains a model twice, with plain DDP and with gradwire under the code
 (whether there are any, too) and parameters: two ranks bit for bit, since a sum of two has only one order; some on
 three ranks, to rounding. The cases are those of PyTorch's own tests of hooks, and what users do to their models.
 
-All run in one launch of three ranks, of which two are a process group of their own.
+All run on three ranks, of which two are a process group of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from support.ranks import Layers, Tensors, check_scenario, launch, run_scenarios
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Layers, Tensors
 
 # ── what is compared ──────────────────────────────────────────────────────────────────────────────
 
@@ -571,38 +572,28 @@ ON_THREE = SHARDED | {
 }  # fmt: skip
 
 
-# ── the launch ────────────────────────────────────────────────────────────────────────────────────
+# ── scenarios: every case with every wrapper, on two ranks, and some on three ─────────────────────
 
 
-def scenarios() -> Iterator[Callable[[int], None]]:
-    """Every case with every wrapper, on two ranks, and some on three."""
+def as_without_a_hook(wrapper_name: str, case_name: str, rank: int) -> None:
+    dist.new_group([0, 2])  # trainings have groups of their own, and not all ranks are in them
+    two = dist.new_group([0, 1])
+    dist.barrier()  # before one that has nothing to do leaves, all are connected
+    if rank < 2:
+        check_same_training(CASES[case_name], WRAPPERS[wrapper_name], two)
+    if case_name in ON_THREE:
+        check_same_training(CASES[case_name], WRAPPERS[wrapper_name], dist.group.WORLD)
+
+
+def scenarios() -> Iterator[tuple[str, Scenario]]:
     for wrapper_name, wrapper in WRAPPERS.items():
-        for case_name, case in CASES.items():
-            if (case_name in OF_DDP and wrapper is not attached) or (case_name not in SHARDED and wrapper is scattered):
+        for case_name in CASES:
+            if case_name in OF_DDP and wrapper is not attached:
                 continue
-
-            def scenario(rank: int, case: Case = case, wrapper: Wrapper = wrapper) -> None:
-                dist.new_group([0, 2])  # trainings have groups of their own, and not all ranks are in them
-                two = dist.new_group([0, 1])
-                dist.barrier()  # before one that has nothing to do leaves, all are connected
-                if rank < 2:
-                    check_same_training(case, wrapper, two)
-                if case.__name__ in ON_THREE:
-                    check_same_training(case, wrapper, dist.group.WORLD)
-
-            scenario.__name__ = f"{wrapper_name} {case_name}"
-            yield scenario
+            if case_name in SHARDED or wrapper is not scattered:
+                yield f"{wrapper_name} {case_name}", partial(as_without_a_hook, wrapper_name, case_name)
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    return run_scenarios(list(scenarios()), rank, folder, seconds=60)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("expectations"), seconds=300)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in scenarios()])
-def test_as_without_a_hook(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(dict(scenarios())))
+def test_as_without_a_hook(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from support.ranks import WORLD, Layers, Tensors, check_alike, check_scenario, digest, gathered, launch, run_scenarios
+from support.rank_pool import WORLD, RankPool, Scenario, named
+from support.ranks import Layers, Tensors, check_alike, digest, gathered
 
 DECAY = float(torch.tensor(0.9))
 STEPS = 12
@@ -166,28 +167,17 @@ def as_without_a_scaler(rank: int, make: Make) -> None:
     assert check_alike(unknown.module) != expected, "memory in other units than the gradient: so the test can fail"
 
 
-def scenarios() -> list[Callable[[int], None]]:
-    found = []
-    for name, make in WRAPPERS.items():
-        for scenario in (same_steps_are_skipped, nothing_is_lost, as_without_a_scaler):
-
-            def run(rank: int, scenario: Callable[..., None] = scenario, make: Make = make) -> None:
-                scenario(rank, make)
-
-            run.__name__ = f"{name} {scenario.__name__}"
-            found.append(run)
-    return found
+def run_with(scenario: Callable[..., None], wrapper: str, rank: int) -> None:
+    scenario(rank, WRAPPERS[wrapper])
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    return run_scenarios(scenarios(), rank, folder, seconds=30)
+SCENARIOS: dict[str, Scenario] = {
+    f"{wrapper} {scenario.__name__}": partial(run_with, scenario, wrapper)
+    for wrapper in WRAPPERS
+    for scenario in (same_steps_are_skipped, nothing_is_lost, as_without_a_scaler)
+}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("amp"), seconds=200)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in scenarios()])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_mixed_precision_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, seconds=30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,20 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import GradwireError, SpecError
 from gradwire.aggregate.messages.tensor_parts import Part
-from support.ranks import (
-    WORLD,
-    Net,
-    Tensors,
-    add_toy_recipe,
-    attach,
-    check_alike,
-    check_raises,
-    check_scenario,
-    digest,
-    launch,
-    loss_of,
-    run_scenarios,
-)
+from support.rank_pool import WORLD, RankPool, Scenario, named
+from support.ranks import Net, Tensors, add_toy_recipe, attach, check_alike, check_raises, digest, loss_of
 
 SPEC = "toy:p=0.1,mask=on"
 
@@ -271,16 +258,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    add_toy_recipe()
-    return run_scenarios(SCENARIOS, rank, folder, seconds=20)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("momentum"), seconds=120)
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_momentum_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, seconds=20, setup=add_toy_recipe)

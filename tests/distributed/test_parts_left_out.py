@@ -6,7 +6,7 @@ DDP leaves the gradient of a parameter alone that no rank used, so what was sent
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from support.ranks import WORLD, Layers, Tensors, check_alike, check_scenario, digest, gathered, launch, run_scenarios
+from support.rank_pool import WORLD, RankPool, Scenario, named
+from support.ranks import Layers, Tensors, check_alike, digest, gathered
 
 DECAY = float(torch.tensor(0.9))
 LEFT_OUT = [(), (1,), (1,), (0, 3), (1, 2), (), (2,)]  # by all ranks, in each step; each rank leaves out more
@@ -113,34 +114,14 @@ def names_of_compiled_models(rank: int) -> None:
     dist.barrier()
 
 
-SCENARIOS = {
-    f"{name} {aggregate}": (make, aggregate)
+SCENARIOS: dict[str, Scenario] = {
+    f"{name} {aggregate}": partial(nothing_is_lost, make=make, aggregate=aggregate)
     for name, make in (("ddp", make_ddp), ("data_parallel", make_data_parallel))
     for aggregate in ("all_gather", "scatter_reduce")
 }
+SCENARIOS |= {"momentum_is_kept": momentum_is_kept, "names_of_compiled_models": names_of_compiled_models}
 
 
-def scenarios() -> list[Callable[[int], None]]:
-    found = []
-    for name, (make, aggregate) in SCENARIOS.items():
-
-        def scenario(rank: int, make: Callable = make, aggregate: str = aggregate) -> None:
-            nothing_is_lost(rank, make, aggregate)
-
-        scenario.__name__ = name
-        found.append(scenario)
-    return [*found, momentum_is_kept, names_of_compiled_models]
-
-
-def work(rank: int, folder: Path) -> dict[str, str]:
-    return run_scenarios(scenarios(), rank, folder, seconds=30)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("parts"), seconds=200)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in scenarios()])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_parts_left_out_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, seconds=30)

@@ -6,28 +6,22 @@ from functools import partial
 
 import pytest
 
-from support.ranks import launch
 from support.replicas import AGGREGATIONS, Training, recipes_for_a_hook, verdict, work
 
 STEPS = 20
 RECIPES = ("co3", "orq", "topk", "sbc")  # a memory; random and none; sparse; sparse with the optimizer's momentum
-TRAININGS = [Training(recipe, how, STEPS) for recipe in RECIPES for how in AGGREGATIONS]
 SPOILED = Training("none", AGGREGATIONS[0], 5, spoiled_at=2)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list:
-    return launch(partial(work, [*TRAININGS, SPOILED], 3, None), tmp_path_factory.mktemp("replicas"), seconds=120)
 
 
 @pytest.mark.parametrize("how", AGGREGATIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_replicas_stay_identical(results, recipe, how):
-    assert verdict(Training(recipe, how, STEPS), results) == "equal"
+def test_replicas_stay_identical(ranks, recipe, how):
+    training = Training(recipe, how, STEPS)
+    assert verdict(training, ranks.run(partial(work, [training], 3, None))) == "equal"
 
 
-def test_a_rank_that_parts_is_noticed(results):
-    assert verdict(SPOILED, results) == "parted in step 2"
+def test_a_rank_that_parts_is_noticed(ranks):
+    assert verdict(SPOILED, ranks.run(partial(work, [SPOILED], 3, None))) == "parted in step 2"
 
 
 def test_the_nightly_run_has_every_recipe_that_attach_takes():

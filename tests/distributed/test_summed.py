@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +16,8 @@ import gradwire
 from gradwire import SpecError
 from gradwire.aggregate.sums.word_sums import ProcessGroupSums
 from gradwire.aggregate.transport.link import Link
-from support.ranks import (
-    Net,
-    Tensors,
-    check_alike,
-    check_raises,
-    check_scenario,
-    gathered,
-    launch,
-    loss_of,
-    run_scenarios,
-)
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, Tensors, check_alike, check_raises, gathered, loss_of
 
 WORLD = 3
 SIZES = {"table": 40_000, "layer": 9_001, "bias": 37}
@@ -324,15 +314,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    return run_scenarios(SCENARIOS, rank, folder, seconds=60, world=WORLD)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    return launch(work, tmp_path_factory.mktemp("ranks"), 300, WORLD)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_summed_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, WORLD)

@@ -1,10 +1,12 @@
-"""Compressed DDP with peers that disagree, hang and die; one launch of three workers for all scenarios."""
+"""Compressed DDP with peers that disagree, hang and die: three workers, real processes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire import AggregateError
-from support.ranks import backward, connect, launch, make_ddp
+from support.rank_pool import connect
+from support.ranks import backward, make_ddp
 
 
 class Bucket:
@@ -39,30 +42,17 @@ class Bucket:
         return self._last
 
 
-def bad_work(rank: int, folder: Path) -> dict[str, object]:
-    """Each scenario has a process group of its own, of which nothing may be left. The last one kills rank 1.
-
-    The time that is measured starts with the scenario, or where it adds to the clock.
-    """
-    results: dict[str, object] = {}
-    for scenario, seconds in (
-        (other_spec, 20), (other_sizes, 20), (other_parameters, 20), (more_buckets, 10), (damage, 20), (hang, 5),
-        (death, 10),
-    ):  # fmt: skip
-        connect(rank, folder, scenario.__name__, seconds)
-        clock = [time.monotonic()]
-        try:
-            value: object = scenario(rank, clock)
-        except Exception as error:
-            value = (type(error).__name__, str(error))
-        results[scenario.__name__] = {"value": value, "seconds": time.monotonic() - clock[-1]}
-        dist.destroy_process_group()
-    return results
-
-
-@pytest.fixture(scope="module")
-def bad(tmp_path_factory: pytest.TempPathFactory) -> list[dict | None]:
-    return launch(bad_work, tmp_path_factory.mktemp("bad"), seconds=120)
+def timed(scenario: Callable[[int, list[float]], None], seconds: float, rank: int, folder: Path) -> dict[str, object]:
+    """What the scenario raised, and after how long: from its beginning, or from where it adds to the clock."""
+    connect(rank, folder, "store", seconds)
+    clock = [time.monotonic()]
+    try:
+        value: object = scenario(rank, clock)
+    except Exception as error:
+        value = (type(error).__name__, str(error))
+    result = {"value": value, "seconds": time.monotonic() - clock[-1]}
+    dist.destroy_process_group()
+    return result
 
 
 def check_aggregate_error(result: dict, message: str, seconds: float) -> None:
@@ -134,24 +124,29 @@ def death(rank: int, clock: list[float]) -> None:
     backward(model, rank, 2)
 
 
-@pytest.mark.parametrize("scenario", ["other_spec", "other_sizes", "other_parameters", "damage"])
-def test_workers_that_disagree_are_told(bad, scenario):
+@pytest.mark.parametrize("scenario", [other_spec, other_sizes, other_parameters, damage], ids=lambda s: s.__name__)
+def test_workers_that_disagree_are_told(ranks, scenario):
+    bad = ranks.run(partial(timed, scenario, 20))
     for rank in (0, 2):
-        check_aggregate_error(bad[rank][scenario], "same model", seconds=10)
-    assert "checksum mismatch" in bad[0]["damage"]["value"][1]
-    assert "rank 2 sent" in bad[0]["damage"]["value"][1]
+        check_aggregate_error(bad[rank], "same model", seconds=10)
+    if scenario is damage:
+        assert "checksum mismatch" in bad[0]["value"][1]
+        assert "rank 2 sent" in bad[0]["value"][1]
 
 
-def test_a_bucket_that_nobody_else_has_is_an_error(bad):
-    check_aggregate_error(bad[0]["more_buckets"], "rank 1 is gone", seconds=15)
+def test_a_bucket_that_nobody_else_has_is_an_error(ranks):
+    bad = ranks.run(partial(timed, more_buckets, 10))
+    check_aggregate_error(bad[0], "rank 1 is gone", seconds=15)
 
 
-def test_a_peer_that_hangs_is_an_error_after_the_timeout(bad):
+def test_a_peer_that_hangs_is_an_error_after_the_timeout(ranks):
+    bad = ranks.run(partial(timed, hang, 5))
     for rank in (0, 2):
-        check_aggregate_error(bad[rank]["hang"], "rank 1 is alive and computes in step 2", seconds=11)
+        check_aggregate_error(bad[rank], "rank 1 is alive and computes in step 2", seconds=11)
 
 
-def test_a_peer_that_dies_is_an_error_within_the_timeout(bad):
+def test_a_peer_that_dies_is_an_error_within_the_timeout(ranks):
+    bad = ranks.run(partial(timed, death, 10))
     assert bad[1] is None, "rank 1 was killed"
     for rank in (0, 2):
-        check_aggregate_error(bad[rank]["death"], "rank 1 is gone", seconds=10)
+        check_aggregate_error(bad[rank], "rank 1 is gone", seconds=10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError
+from gradwire.aggregate.peers import handshake
 from gradwire.aggregate.transport.all_to_all import AllToAll
-from support.ranks import Net, check_raises, check_scenario, launch, loss_of, run_scenarios
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, check_raises, loss_of
 
 TIMEOUT = 3.0  # seconds that gradwire waits for a peer here
 
@@ -51,12 +52,12 @@ def other_aggregation(rank: int) -> None:
 def other_version(rank: int) -> None:
     """It is known before anything else of the other version is looked at."""
     before = gradwire.__version__
-    gradwire.__version__ = "9.9.9" if rank == 2 else before
+    handshake.__version__ = "9.9.9" if rank == 2 else before
     try:
         expected = f"rank 2 runs gradwire 9.9.9, rank 0 {before}"
         check_raises(AggregateError, expected, lambda: gradwire.ddp.attach(make_ddp(), "co3"))
     finally:
-        gradwire.__version__ = before
+        handshake.__version__ = before
 
 
 def other_names(rank: int) -> None:
@@ -190,15 +191,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    return run_scenarios(SCENARIOS, rank, folder, seconds=60)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("disagreement"), seconds=200)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_disagreement(results, scenario):
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_disagreement_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +23,8 @@ from gradwire.aggregate.messages.mean import Mean
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import PREFIX, Subject
 from gradwire.engine.auto import CANDIDATES, Auto
-from support.ranks import Net, check_raises, check_scenario, digest, gathered, launch, loss_of
-from support.ranks import run_scenarios as run
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, check_raises, digest, gathered, loss_of
 
 WORLD = 2
 
@@ -211,18 +210,9 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    return run(SCENARIOS, rank, folder, seconds=20, world=WORLD)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("core_attacks"), seconds=120, world=WORLD)
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_exchange_on_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, WORLD, seconds=20)
 
 
 # ── without processes ─────────────────────────────────────────────────────────────────────────────

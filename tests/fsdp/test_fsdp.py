@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,8 @@ from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.frame import headers
 from gradwire.fsdp.shard_layout import Layout, Shape
 from support.helpers import bits
-from support.ranks import Net, Tensors, check_raises, check_scenario, digest, gathered, launch, loss_of, run_scenarios
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Net, Tensors, be_quiet, check_raises, digest, gathered, loss_of
 
 WORLD = 4
 
@@ -483,19 +483,9 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about its own names
-    return run_scenarios(SCENARIOS, rank, folder, 60, WORLD)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("fsdp"), 300, WORLD)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_four_ranks(results, scenario):
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_fsdp_on_four_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, WORLD, setup=be_quiet)
 
 
 # ── without processes ─────────────────────────────────────────────────────────────────────────────

@@ -26,21 +26,8 @@ from gradwire.frame import headers
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from support.helpers import bits, check_contract_3
-from support.ranks import (
-    WORLD,
-    Net,
-    Tensors,
-    add_toy_recipe,
-    check_alike,
-    check_raises,
-    check_scenario,
-    connect,
-    digest,
-    gathered,
-    launch,
-    loss_of,
-    run_scenarios,
-)
+from support.rank_pool import WORLD, RankPool, Scenario, connect, named
+from support.ranks import Net, Tensors, add_toy_recipe, check_alike, check_raises, digest, gathered, loss_of
 
 
 def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
@@ -589,20 +576,9 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def good_work(rank: int, folder: Path) -> dict[str, str]:
-    add_toy_recipe()
-    os.chdir(folder)
-    return run_scenarios(SCENARIOS, rank, folder, seconds=20)
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(good_work, tmp_path_factory.mktemp("local"), seconds=240)
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-def test_(good: list[dict], scenario: str) -> None:
-    check_scenario(good, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, seconds=20, setup=add_toy_recipe)
 
 
 def lose_a_rank(rank: int, folder: Path) -> list[tuple[str, float]]:
@@ -629,8 +605,8 @@ def lose_a_rank(rank: int, folder: Path) -> list[tuple[str, float]]:
     return found
 
 
-def test_a_lost_rank_is_an_error_within_the_timeout(tmp_path: Path) -> None:
-    first, killed, last = launch(lose_a_rank, tmp_path, seconds=60)
+def test_a_lost_rank_is_an_error_within_the_timeout(ranks: RankPool) -> None:
+    first, killed, last = ranks.run(lose_a_rank, seconds=60)
     assert killed is None
     for message, seconds in (*first, *last):
         assert "rank 1 is gone: its process was killed" in message and seconds < 10

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,8 @@ from gradwire.catalogue.all_recipes import recipe
 from gradwire.catalogue.recipe import MOST, budget_parts
 from gradwire.convert.sparse import sent_positions
 from gradwire.frame import headers
-from support.ranks import WORLD, check_alike, check_raises, check_scenario, digest, gathered, launch, run_scenarios
+from support.rank_pool import WORLD, RankPool, Scenario, named
+from support.ranks import check_alike, check_raises, digest, gathered
 
 SPARSE = ["sbc", "stc", "topk", "m22", "dgc", "stc2", "sbc1", "sbc2", "sbc3"]
 LOCAL = [
@@ -412,16 +411,6 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def work(rank: int, folder: Path) -> dict[str, str]:
-    os.chdir(folder)
-    return run_scenarios(SCENARIOS, rank, folder, seconds=30)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return launch(work, tmp_path_factory.mktemp("presets"), seconds=240)
-
-
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-def test_(results: list[dict], scenario: str) -> None:
-    check_scenario(results, scenario)
+@pytest.mark.parametrize("scenario", named(SCENARIOS))
+def test_presets_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, seconds=30)

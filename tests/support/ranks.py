@@ -1,19 +1,12 @@
-"""Ranks in processes of their own, which meet over Gloo on the loopback interface, and a small model for them."""
+"""What scenarios on several ranks have in common: a small model, its losses, checks. rank_pool.py has the processes."""
 
 from __future__ import annotations
 
-import datetime
 import functools
-import gc
 import hashlib
 import math
-import multiprocessing
-import os
-import signal
-import time
-import traceback
+import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,56 +21,10 @@ from gradwire.convert.conversion import Converter, Job
 from gradwire.frame import headers
 from support.helpers import bits
 
-WORLD = 3
 SMALL_BUCKETS = 0.001  # MB: three of them for this model
 Tensors = dict[str, torch.Tensor]
 # Left to itself, it may choose another aggregation after two steps, by the clock, and with it other roundings.
 attach = functools.partial(gradwire.ddp.attach, aggregate="all_gather")
-
-
-def launch(work: Callable[[int, Path], object], folder: Path, seconds: float, world: int = WORLD) -> list[object]:
-    """What `work(rank, folder)` returned in each process; None where the process was killed."""
-    # Forked from a server that has no more than imported them, so that a rank need not: torch alone takes seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "gradwire"])  # the first is what DDP imports when it is made
-    processes = [context.Process(target=_run, args=(work, rank, folder)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    results = []
-    for rank, process in enumerate(processes):
-        path = folder / f"{rank}.pt"
-        result = torch.load(path, weights_only=False) if path.exists() else None
-        assert not isinstance(result, str), f"rank {rank}:\n{result}"
-        assert result is not None or process.exitcode == -signal.SIGKILL, f"rank {rank} left {process.exitcode}"
-        results.append(result)
-    assert not late, f"ranks {late} did not end within {seconds} seconds"
-    return results
-
-
-def _run(work: Callable[[int, Path], object], rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: scenarios collect their garbage, and need not look through all of torch
-    try:
-        result = work(rank, folder)
-    except BaseException:
-        result = traceback.format_exc()
-    torch.save(result, folder / f"{rank}.pt")
-
-
-def connect(rank: int, folder: Path, name: str, seconds: float = 60, world: int = WORLD) -> None:
-    """A process group of its own for each scenario that breaks it; meeting in a file needs no free port."""
-    timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", f"file://{folder / name}", rank=rank, world_size=world, timeout=timeout)
-    dist.barrier()  # a rank that has met all others and leaves at once breaks it for those that have not yet
 
 
 class Net(nn.Module):
@@ -134,24 +81,12 @@ def digest(tensors: Tensors) -> str:
     return whole.hexdigest()
 
 
-# ── scenarios that check themselves ───────────────────────────────────────────────────────────────
+# ── what scenarios check themselves with ──────────────────────────────────────────────────────────
 
 
-def run_scenarios(
-    scenarios: list[Callable[[int], None]], rank: int, folder: Path, seconds: float, world: int = WORLD
-) -> dict[str, str]:
-    """Run each in a process group of its own, so that one that fails does not spoil the next; what went wrong."""
-    failures = {}
-    for scenario in scenarios:
-        connect(rank, folder, scenario.__name__, seconds, world)
-        try:
-            scenario(rank)
-            failures[scenario.__name__] = ""
-        except BaseException:
-            failures[scenario.__name__] = traceback.format_exc()
-        gc.collect()  # DDP models keep the group
-        dist.destroy_process_group()
-    return failures
+def be_quiet() -> None:
+    """Without warnings of torch's about its own names."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def gathered(value: object) -> list[object]:
@@ -214,9 +149,3 @@ def add_toy_recipe() -> None:
     all_recipes.CATALOGUE["toy"] = Entry(
         "toy", "", "", lambda v: LargestShare(float(v["p"])), {"p": Parameter("0.1", share), **corrector}
     )
-
-
-def check_scenario(results: list[dict], scenario: str) -> None:
-    """It failed on no rank."""
-    failures = [f"rank {rank}:\n{result[scenario]}" for rank, result in enumerate(results) if result[scenario]]
-    assert not failures, "\n".join(failures)

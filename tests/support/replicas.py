@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from support.ranks import SMALL_BUCKETS, Net, connect, digest, loss_of
+from support.rank_pool import connect
+from support.ranks import SMALL_BUCKETS, Net, digest, loss_of
 
 AGGREGATIONS = ("all_gather", "scatter_reduce")
 
