@@ -25,9 +25,9 @@ from torch.nn import functional
 
 import gradwire
 from gradwire import tasks
-from gradwire.aggregate.exchanges.reducer import Reducer
+from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.transport.all_gather import AllGather
-from gradwire.engine.tuner import Tuner
+from gradwire.local_sgd.sync_round import SyncRound
 from gradwire.tasks import example_order
 from gradwire.tasks.base import EVALUATION_BATCH, Task, loss_of
 from gradwire.tasks.images import ImageTask, LabelledImages
@@ -130,17 +130,16 @@ class Worker:
         self.local: gradwire.LocalSGD | None = None
         if sync_every or gradwire.recipe(spec).delayed:
             self.local = gradwire.LocalSGD(self.model, self.optimizer, spec, sync_every)
-            mean = self.local.mean
-            mean.rank, mean.world = rank, link.world
-            self.local._gather = AllGather(link)
+            local = self.local
+            coder = MessageCoder(local.recipes, local.memories, local.ledger, rank, link.world)
+            local._round = SyncRound(coder, AllGather(link), local._buffers)
             self.local._start_alike = lambda: None  # type: ignore[method-assign]  # their seed makes them alike
         else:
             self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer)
-            mean = self.state.mean
-            self.state._link, self.state._reducer = link, Reducer(mean, link)
-            self.state._reducer._thread.inline = True
-            self.state._tuner = Tuner(mean, link, self.state._reducer, None, open_aggregate=False)
-        decode_once(mean, meeting, rank)
+            self.state.connect(link)
+            self.state.exchange._thread.inline = True
+            coder = self.state.exchange.coder
+        decode_once(coder, meeting, rank)
 
     def _graph(self, task: Task, meeting: Meeting) -> None:
         """Record forward and backward as CUDA graphs, one thread after the other: nothing else may run meanwhile."""
@@ -198,9 +197,7 @@ class Worker:
             gradient.copy_(mean)
         count = 4 * sum(g.numel() for g in own)
         assert self.state is not None
-        self.state.dense_bytes += count
-        self.state.mean.frame_bytes += count
-        self.state.mean.exchange.bytes_sent += (WORKERS - 1) * count
+        self.state.count_plain(count)
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.device)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import Piece
+from gradwire.aggregate.messages.frame_plan import FramePlan
+from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.transport.link import Link
 
 
@@ -80,24 +80,25 @@ class ThreadLink(Link):
 
     def at_step(self, step: int) -> None: ...
 
+    def agree(self, facts: Any, tensors: Any) -> None: ...
 
-def decode_once(mean: Mean, meeting: Meeting, rank: int) -> None:
+
+def decode_once(coder: MessageCoder, meeting: Meeting, rank: int) -> None:
     """Let rank 0 alone decode and average: by contract all ranks would get the same bits (the tests check that)."""
-    own = mean.average
+    average_here = coder.average
 
-    def average(pieces: Sequence[Piece], arrived: Sequence[Any]) -> None:
+    def average(plans: Sequence[FramePlan], arrived: Sequence[Any]) -> None:
         def make() -> list[torch.Tensor]:
-            own(pieces, arrived)
-            return [part.entries for piece in pieces for part in piece.parts]
+            average_here(plans, arrived)
+            return [part.entries for plan in plans for part in plan.parts]
 
         made = meeting.share(rank, make)
         if rank:
-            mean.finite = True
-            for part, result in zip((part for p in pieces for part in p.parts), made, strict=True):
+            for part, result in zip((part for plan in plans for part in plan.parts), made, strict=True):
                 part.entries.copy_(result)
         meeting.barrier.wait()  # before rank 0 goes on with its tensors
 
-    mean.average = average  # type: ignore[method-assign]
+    coder.average = average  # type: ignore[method-assign]
 
 
 class WholeModel:

@@ -11,7 +11,7 @@ from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.codecs import Codec, decode
 from gradwire.data_parallel import DataParallel
-from gradwire.engine.gradients import Handle
+from gradwire.engine.handle import Handle
 from gradwire.errors import AggregateError, CheckpointError, FrameError, GradwireError, SpecError
 from gradwire.local_sgd.local_sgd import LocalSGD
 

@@ -29,7 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.spec_by_name import Spec
-from gradwire.engine.gradients import Gradients, Handle, Options, Scaler, named_parameters
+from gradwire.engine.gradients import Gradients, named_parameters
+from gradwire.engine.handle import Handle
+from gradwire.engine.options import Options, Scaler
 from gradwire.errors import AggregateError, GradwireError
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many

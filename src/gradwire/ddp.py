@@ -3,8 +3,8 @@
     handle = gradwire.ddp.attach(ddp_model, "co3")
 
 Every bucket that DDP hands us (`State.reduce`) is encoded and exchanged in a thread while backward goes on; the last
-bucket's call waits for all of them (`aggregate/exchanges/reducer.py` has the steps). After it the error memories are
-committed, or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled back on all ranks.
+bucket's call waits for all of them (`aggregate/exchanges/` has the steps). After it the error memories are committed,
+or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled back on all ranks.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.aggregate.messages import present_tensors
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.checkpoints.rank_states import refuse_pickling
-from gradwire.engine.gradients import Gradients, Handle, Options, Scaler, named_parameters
+from gradwire.engine.gradients import Gradients, named_parameters
+from gradwire.engine.handle import Handle
+from gradwire.engine.options import Options, Scaler
 from gradwire.errors import GradwireError
 
 
@@ -51,9 +53,10 @@ class State(Gradients):
         self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
         self._plain: list[torch.futures.Future] = []
-        self._along: dict[str, torch.Tensor] = {}  # memories that go with them
+        self._sent_along: dict[str, torch.Tensor] = {}  # error memories that go with plain gradients
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket; the call for the last bucket of a step waits for all of them."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         buffer = bucket.buffer()
         try:
@@ -76,29 +79,32 @@ class State(Gradients):
         except BaseException as error:
             self._pending.clear()
             self._plain.clear()
+            self.return_memories(self._sent_along)
+            self._sent_along = {}
             self.abandon_step(error)
             raise
         return future
 
-    def _reduce_plainly(self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]) -> Any:
-        """As DDP does without a hook; what is left in error memories goes with it."""
-        self.reducer.follow_scale()
+    def _reduce_plainly(
+        self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket as DDP does without a hook; what is left in error memories goes with it."""
+        memories = self.take_memories(name for name, _ in named)
+        self._sent_along.update(memories)
         for name, gradient in named:
-            memory = self.mean.residual.forget(name)
-            if memory is not None:
-                self._along[name] = memory
-                gradient.add_(memory.to(gradient.device).view(gradient.shape))
+            if name in memories:
+                gradient.add_(memories[name].to(gradient.device).view(gradient.shape))
         future = allreduce_hook(self.given_group, bucket)
         self._plain.append(future)
         self.count_plain(bucket.buffer().nbytes)
         if bucket.is_last():
             under_way, self._plain = self._plain, []
             self.link.wait_for(under_way)  # DDP would do so next, and raise errors that name nobody
-            if self._along and not all(bool(future.value().isfinite().all()) for future in under_way):
-                self.mean.residual.memory.update(self._along)  # a GradScaler will skip this step
-            self._along.clear()
-            self.mean.end_step()
-            self.step_done()
+            sent = self._sent_along
+            if sent and not all(bool(future.value().isfinite().all()) for future in under_way):
+                self.return_memories(sent)  # a GradScaler will skip this step
+            self._sent_along = {}
+            self.finish_plain_step()
         return future
 
     def __reduce__(self) -> Any:

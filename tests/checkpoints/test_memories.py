@@ -374,7 +374,7 @@ def pickling(rank: int) -> None:
             check_raises(GradwireError, "attach again", lambda d=duplicate, a=attached: d(a))
     fresh = gradwire.ddp.State("co3:format=fp8")
     again = pickle.loads(pickle.dumps(fresh))
-    assert again.mean.recipes == fresh.mean.recipes
+    assert again.recipes.by_pattern == fresh.recipes.by_pattern
     model = DistributedDataParallel(Net())
     model.register_comm_hook(again, gradwire.ddp.hook)
     loss_of(model, rank, 0).backward()

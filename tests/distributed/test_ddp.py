@@ -153,13 +153,14 @@ def frames(rank: int) -> dict[str, object]:
     for step in range(2):
         backward(model, rank, step)
     arrived: list[tuple[int, bytes, list[list[str]]]] = []
-    decode = handle.state.mean.decode
+    coder = handle.state.exchange.coder
+    decode = coder.decode
 
     def recording_decode(sender: int, message: object, pieces: list, *rest: object, **options: object) -> None:
         arrived.append((sender, bytes(message), [piece.names for piece in pieces]))
         decode(sender, message, pieces, *rest, **options)
 
-    handle.state.mean.decode = recording_decode
+    coder.decode = recording_decode
     return {"mean": backward(model, rank, 2), "arrived": arrived}
 
 
@@ -340,7 +341,7 @@ def growth(rank: int) -> dict[str, object]:
     model = make_ddp()
     handle = gradwire.ddp.attach(model, "co3", aggregate="all_gather")
     parts: list[str] = []
-    link = handle.state.reducer.link
+    link = handle.state.exchange.link
     all_to_all, send_and_receive = link.all_to_all, link.send_and_receive
 
     def recording_all_to_all(blocks: list, sizes: list[int], into: torch.Tensor) -> object:

@@ -38,7 +38,7 @@ def scattered(spec: str, **options: object) -> tuple[nn.Module, gradwire.ddp.DDP
     return attached(spec, aggregate="scatter_reduce", **options)
 
 
-def data_parallel(spec: str, **options: object) -> tuple[nn.Module, gradwire.engine.gradients.Handle]:
+def data_parallel(spec: str, **options: object) -> tuple[nn.Module, gradwire.Handle]:
     model = gradwire.DataParallel(Layers(4, 20), spec, aggregate="all_gather", **options)
     return model, model.gradwire
 
@@ -67,7 +67,7 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-def memories(handle: gradwire.engine.gradients.Handle) -> tuple[Tensors, Tensors]:
+def memories(handle: gradwire.Handle) -> tuple[Tensors, Tensors]:
     """This rank's, and what it keeps of shards on behalf of all."""
     state = handle.state_dict()
     return state["memory"], state.get("shards", {})

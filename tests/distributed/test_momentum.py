@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import GradwireError, SpecError
-from gradwire.aggregate.messages.tensor_parts import Part
+from gradwire.aggregate.messages.tensor_parts import TensorPart
 from support.rank_pool import WORLD, RankPool, Scenario, named
 from support.ranks import Net, Tensors, add_toy_recipe, attach, check_alike, check_raises, digest, loss_of
 
@@ -210,7 +210,7 @@ def a_step_that_fails(rank: int) -> None:
 
 
 def recording(source: Callable[..., torch.Tensor], found: Tensors) -> Callable[..., torch.Tensor]:
-    def record(part: Part) -> torch.Tensor:
+    def record(part: TensorPart) -> torch.Tensor:
         found[part.name] = source(part)
         return found[part.name]
 
@@ -223,7 +223,8 @@ def clipping(rank: int) -> None:
         model = make()
         handle = attach(model, f"toy:p=1,clip_norm={clip}")
         pushed: Tensors = {}
-        handle.state.mean.source = recording(handle.state.mean.source, pushed)
+        coder = handle.state.exchange.coder
+        coder.corrected = recording(coder.corrected, pushed)
         loss_of(model, rank, 0).backward()
         total = sum(p.numel() for p in model.parameters())
         for tensor in pushed.values():

@@ -27,12 +27,12 @@ def make_ddp(aggregate: str) -> tuple[nn.Module, gradwire.ddp.DDPHandle]:
     return ddp, gradwire.ddp.attach(ddp, "co3", aggregate=aggregate)
 
 
-def make_data_parallel(aggregate: str) -> tuple[nn.Module, gradwire.engine.gradients.Handle]:
+def make_data_parallel(aggregate: str) -> tuple[nn.Module, gradwire.Handle]:
     model = gradwire.DataParallel(Layers(4, 20), "co3", aggregate=aggregate)
     return model, model.gradwire
 
 
-def memories(handle: gradwire.engine.gradients.Handle, names: list[str]) -> dict[str, Tensors]:
+def memories(handle: gradwire.Handle, names: list[str]) -> dict[str, Tensors]:
     """Its own, and its part of the shards', which count for all ranks."""
     state = handle.state_dict()
     zeros = {name: torch.zeros(()) for name in names}

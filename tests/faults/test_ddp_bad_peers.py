@@ -88,7 +88,7 @@ def more_buckets(rank: int, clock: list[float]) -> None:
 def damage(rank: int, clock: list[float]) -> None:
     """A bit of what rank 2 sends is flipped on its way."""
     state = gradwire.ddp.State("co3")
-    gather = state.reducer._all_gather
+    gather = state.exchange._all_gather.transport
     start = gather.start
 
     def damaged_start(key: object, subject: object, block: torch.Tensor, length: int) -> object:

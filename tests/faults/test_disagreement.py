@@ -51,7 +51,7 @@ def other_aggregation(rank: int) -> None:
 
 def other_version(rank: int) -> None:
     """It is known before anything else of the other version is looked at."""
-    before = gradwire.__version__
+    before = handshake.__version__
     handshake.__version__ = "9.9.9" if rank == 2 else before
     try:
         expected = f"rank 2 runs gradwire 9.9.9, rank 0 {before}"
@@ -179,7 +179,7 @@ def error_of_one(rank: int) -> None:
         def encode(*_: object, **__: object) -> None:
             raise MemoryError("no room")
 
-        handle.state.mean.encode = encode
+        handle.state.exchange.coder.encode = encode
         check_raises(MemoryError, "no room", lambda: train(model, rank))
     else:
         check_raises(AggregateError, "rank 1 failed: MemoryError: no room", lambda: train(model, rank))

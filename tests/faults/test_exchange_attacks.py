@@ -19,7 +19,8 @@ import gradwire
 from gradwire import AggregateError, FrameError, GradwireError, data_parallel
 from gradwire.aggregate.exchanges.shard_memory import ShardMemory
 from gradwire.aggregate.messages import present_tensors
-from gradwire.aggregate.messages.mean import Mean
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import PREFIX, Subject
 from gradwire.engine.auto import CANDIDATES, Auto
@@ -125,7 +126,7 @@ def momentum_is_masked_in_every_shard(rank: int) -> None:
             inner, "dgc:warmup=0,p=0.01,clip_norm=0", optimizer=optimizer, aggregate=aggregate
         )
         model(torch.randn(WORLD * 8192, generator=torch.Generator().manual_seed(rank))).backward()
-        velocity = model.gradwire.gradients.mean.velocity.memory["weight"]
+        velocity = model.gradwire.gradients.memories.velocity.memory["weight"]
         assert all(bool((shard == 0).any()) for shard in velocity.chunk(WORLD)), aggregate
 
 
@@ -158,7 +159,7 @@ def auto_keeps_the_aggregation(rank: int) -> None:
     """That was asked for, when it goes on to another recipe."""
     model = gradwire.DataParallel(Weights(9000), "auto", aggregate="scatter_reduce")
     model(torch.ones(9000)).backward()
-    model.gradwire.gradients.tuner._use("ecq:rate=1")
+    model.gradwire.gradients.tuner.use("ecq:rate=1")
     assert model.gradwire.aggregate == "scatter_reduce"
 
 
@@ -166,7 +167,7 @@ def half_precision_sums(rank: int) -> None:
     """Plain all-reduce of fp16 gradients whose sum is beyond its range, though their mean is not."""
     model = gradwire.DataParallel(Weights(10).half(), "auto")
     model.gradwire.gradients.connect()
-    model.gradwire.gradients.reducer.use("all_reduce")
+    model.gradwire.gradients.exchange.use("all_reduce")
     model(torch.full((10,), 60000.0).half()).backward()
     assert model.module.weight.grad.tolist() == [60000.0 // 32 * 32] * 10
 
@@ -191,7 +192,7 @@ def memories_that_go_with_plain_all_reduce(rank: int) -> None:
     memory = handle.state_dict()["memory"]["weight"]
     assert float(memory.abs().max()) > 0
     gradients.tuner.auto._left = gradients.tuner.auto._left[-1:]
-    gradients.tuner._use("exact")
+    gradients.tuner.use("exact")
     scale.value = 4.0
     for value in (float("inf"), 1.0):
         model.zero_grad()
@@ -247,10 +248,9 @@ def test_shards_of_a_checkpoint_follow_the_scale() -> None:
     memory.load_state_dict({"w": torch.full((4,), 3.0)})
     memory.rescale(8.0)
     assert memory.state_dict(8.0)["w"].tolist() == [3.0] * 4
-    mean = Mean("co3")
-    [piece] = mean.divide([gradwire.aggregate.messages.tensor_parts.Part("w", torch.zeros(4), 0, 4)])
-    memory.apart(piece)
-    assert memory.memory.memory["w"].tolist() == [24.0] * 4
+    [plan] = ModelRecipes("co3").plan_frames([TensorPart("w", torch.zeros(4), 0, 4)], clock=0)
+    memory.apart(plan)
+    assert memory.errors.memory["w"].tolist() == [24.0] * 4
 
 
 def test_auto_measures_again_after_an_overflow() -> None:

@@ -22,7 +22,7 @@ import gradwire
 from gradwire.checkpoints.rank_states import mean as mean_of_states
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.frame import headers
-from gradwire.fsdp.shard_layout import Layout, Shape
+from gradwire.fsdp.shard_layout import ShardedShape, ShardLayout
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, be_quiet, check_raises, digest, gathered, loss_of
@@ -504,7 +504,7 @@ def test_models_and_versions_that_cannot_be_attached(monkeypatch):
 def test_places_are_those_of_chunk_cat(size, ranks):
     """torch's own copy-in is the reference; filling is left out, and memory is in the parameter's own order."""
     tensors = [torch.arange(1.0, 1 + torch.Size(size).numel()).view(size), -torch.arange(1.0, 12)]
-    layout = Layout([Shape(str(i), tuple(t.shape)) for i, t in enumerate(tensors)], ranks)
+    layout = ShardLayout([ShardedShape(str(i), tuple(t.shape)) for i, t in enumerate(tensors)], ranks)
     rows = torch.empty(ranks, layout.row)
     torch._chunk_cat(tensors, dim=0, num_chunks=ranks, out=rows)
     for i, tensor in enumerate(tensors):
@@ -520,7 +520,7 @@ def test_places_are_those_of_chunk_cat(size, ranks):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_order_of_ranks_and_back(dim):
     whole_tensor = torch.randn(4, 6, 8)
-    shape = Shape("x", (4, 6, 8), dim)
+    shape = ShardedShape("x", (4, 6, 8), dim)
     flat = shape.in_order_of_ranks(whole_tensor, 2)
     assert torch.equal(flat[: len(flat) // 2].view(-1), whole_tensor.chunk(2, dim)[0].reshape(-1))
     assert torch.equal(shape.in_own_order(flat, 2), whole_tensor)

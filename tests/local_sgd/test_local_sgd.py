@@ -76,7 +76,8 @@ def close(a: Tensors, b: Tensors, tolerance: float = 1e-5) -> None:
 def recorded_frames(handle: LocalSGD) -> Iterator[dict[int, Tensors]]:
     """What stands in the frames of every rank's parameters, at the last sync."""
     found: dict[int, Tensors] = {}
-    decode = handle.mean.decode
+    coder = handle._connected().coder
+    decode = coder.decode
 
     def recording(rank: int, message: object, pieces: list, *rest: object, **options: object) -> None:
         found[rank] = {}
@@ -86,7 +87,7 @@ def recorded_frames(handle: LocalSGD) -> Iterator[dict[int, Tensors]]:
                 found[rank][part.name] = values.view(part.tensor.shape)
         decode(rank, message, pieces, *rest, **options)
 
-    handle.mean.decode = recording
+    coder.decode = recording
     yield found
 
 
@@ -316,7 +317,7 @@ def an_exception_leaves_at_once(rank: int) -> None:
             raise KeyError("mine")
 
     check_raises(KeyError, "mine", interrupted)
-    assert handle.mean.steps == 0 and handle.pending == 1
+    assert handle.ledger.steps == 0 and handle.pending == 1
     before = digest(values(model))
     step(model, optimizer, rank, 1)
     assert handle.pending == 1, "the hook is gone"

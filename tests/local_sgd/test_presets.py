@@ -142,7 +142,7 @@ def anchors(handle: LocalSGD) -> dict[str, torch.Tensor]:
 
 
 def memories(handle: LocalSGD) -> dict[str, torch.Tensor]:
-    return {name: e.clone() for name, e in handle.mean.residual.memory.items()}
+    return {name: e.clone() for name, e in handle.memories.errors.memory.items()}
 
 
 def replicas_share_the_common_parameters(rank: int) -> None:
@@ -230,10 +230,12 @@ def ahead_and_flush_by_hand(rank: int) -> None:
             for i in range(6 * every):
                 line_step(model, optimizer, rank, i)
             moved = model.weight - handle._anchor["weight"]
-            torch.testing.assert_close(moved, ahead * handle.mean.residual.memory["weight"], rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(moved, ahead * handle.memories.errors.memory["weight"], rtol=1e-3, atol=1e-7)
         expected, memory = by_hand(ahead, decay, 6, every, flush)
         torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7, msg=spec)
-        torch.testing.assert_close(handle.mean.residual.memory["weight"], memory[rank], rtol=1e-5, atol=1e-6, msg=spec)
+        torch.testing.assert_close(
+            handle.memories.errors.memory["weight"], memory[rank], rtol=1e-5, atol=1e-6, msg=spec
+        )
         assert handle.syncs == 6 + (flush != "0")
         check_alike(model)
 
@@ -243,12 +245,13 @@ def flush_sends_its_share_once(rank: int) -> None:
     spec = {"first.*": "sbc2:flush=0.3,small=none", "last.weight": "co3", "*": "none"}
     handle = make(spec, sync_every=2)
     sent: list[list[tuple[list[str], int]]] = []
-    divide, encode = handle.mean.divide, handle.mean.encode
+    coder = handle._connected().coder
+    plan_frames, encode = handle.recipes.plan_frames, coder.encode
     flushing: list[bool] = []
 
-    def recording_divide(parts: list, flush: bool = False) -> list:
-        flushing.append(flush)
-        return divide(parts, flush)
+    def recording_plan(parts: list, clock: int, last: bool = False) -> list:
+        flushing.append(last)
+        return plan_frames(parts, clock, last)
 
     def recording_encode(key: str, pieces: list, note: bytes) -> object:
         block, length = encode(key, pieces, note)
@@ -258,7 +261,7 @@ def flush_sends_its_share_once(rank: int) -> None:
             sent.append([(piece.names, len(sent_positions(frame))) for piece in pieces])
         return block, length
 
-    handle.mean.divide, handle.mean.encode = recording_divide, recording_encode
+    handle.recipes.plan_frames, coder.encode = recording_plan, recording_encode
     with handle:
         for i in range((5, 2, 0)[rank]):
             step(handle, rank, i)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradwire import tasks
 from gradwire.checkpoints import run_file
-from gradwire.engine.gradients import AGGREGATIONS
+from gradwire.engine.options import AGGREGATIONS
 from gradwire.errors import GradwireError, unknown_name
 from gradwire.tasks import backward_option as rows
 from gradwire.tasks.settings import SHARED, Settings

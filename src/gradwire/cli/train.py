@@ -12,7 +12,7 @@ from gradwire.cli import federated as federated_runs
 from gradwire.cli import launch_workers, worker
 from gradwire.cli.federated import FederatedOptions
 from gradwire.cli.options import TIMEOUT, TrainOptions, resolve
-from gradwire.engine.gradients import AGGREGATIONS
+from gradwire.engine.options import AGGREGATIONS
 from gradwire.errors import GradwireError
 from gradwire.tasks import TASKS
 

@@ -34,10 +34,26 @@ class Residual:
         self._pending.add(name)
         return memory, self._spare[name]
 
+    def keep(self, name: str, lo: int, hi: int) -> None:
+        """Leave the entries lo … hi as they are in this step, in which other entries of the parameter may be sent."""
+        if name in self.memory:
+            before, after = self.buffers(name, self.memory[name])
+            after.view(-1)[lo:hi].copy_(before.view(-1)[lo:hi])
+
     def forget(self, name: str) -> torch.Tensor | None:
-        """The memory of a parameter, which has none from now on."""
+        """Return the memory of a parameter, which has none from now on."""
         self._spare.pop(name, None)
         return self.memory.pop(name, None)
+
+    def replace(self, name: str, memory: torch.Tensor) -> None:
+        """Give a parameter another memory, between two steps."""
+        self._spare.pop(name, None)
+        self.memory[name] = memory
+
+    def add(self, name: str, memory: torch.Tensor, times: float) -> None:
+        """Add `times` this memory to that of a parameter, between two steps."""
+        own = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=torch.float32))
+        own.add_(memory, alpha=times)
 
     def rescale(self, factor: float) -> None:
         """Gradients, and so what is left of them, are this many times larger from now on: a loss scale changed."""

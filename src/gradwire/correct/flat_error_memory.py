@@ -25,6 +25,10 @@ class FlatMemory:
         self._spare: dict[str, torch.Tensor] = {}
         self._pending: dict[str, float] = {}  # parameters that have sent something in this step, and its scale
 
+    def rescale(self, scale: float) -> None:
+        """Follow the loss scale of this step."""
+        self.scale = scale
+
     def at(self, name: str, part: slice, entries: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Of a part of a parameter with so many entries: memory to read, memory to write, and what to multiply the
         first with."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gradwire.aggregate.messages.error_probe import CodingError, nmse
 from gradwire.errors import GradwireError
 
 Write = Callable[[dict[str, float], int], Any]
@@ -29,7 +30,7 @@ class Monitor:
         """Whether this step is the last of those that are written together; the first is step 1."""
         return step % self.every == 0
 
-    def write(self, step: int, stats: Mapping[str, float], errors: Mapping[str, Error]) -> None:
+    def write(self, step: int, stats: Mapping[str, float], errors: Mapping[str, CodingError]) -> None:
         before, self._before = self._before, dict(stats)
         steps = stats["steps"] - before.get("steps", 0)
         if steps <= 0:  # the totals have started anew
@@ -44,25 +45,6 @@ class Monitor:
                 figures[f"nmse/{name}"] = nmse([error])
                 figures[f"frame_bytes/{name}"] = error.frame_bytes
         self._write(figures, step)
-
-
-class Error:
-    """Of one tensor in one step: what the frame says against what it was made of."""
-
-    def __init__(self) -> None:
-        self.squared = self.norm = self.frame_bytes = 0.0
-
-    def add(self, squared: float, norm: float, frame_bytes: float) -> None:
-        self.squared += squared
-        self.norm += norm
-        self.frame_bytes += frame_bytes
-
-
-def nmse(errors: Any) -> float:
-    """‖u − û‖² / ‖u‖² over all of them."""
-    errors = list(errors)
-    norm = sum(error.norm for error in errors)
-    return sum(error.squared for error in errors) / norm if norm else 0.0
 
 
 def _writer(to: Any) -> Write:

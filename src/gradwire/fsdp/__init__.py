@@ -1,5 +1,5 @@
 """Compressed gradients for FSDP2: `gradwire.fsdp.attach(fsdp_model, "co3")` (docs/fsdp.md)."""
 
-from gradwire.fsdp.handle import Handle, attach
+from gradwire.fsdp.handle import FSDPHandle, attach
 
-__all__ = ["Handle", "attach"]
+__all__ = ["FSDPHandle", "attach"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import GradwireError
-from gradwire.fsdp.shard_layout import Layout, Shape
+from gradwire.fsdp.shard_layout import ShardedShape, ShardLayout
 
 Reduce = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, Any], None]  # output, input, group, op
 TESTED = "2.11 and 2.13"
@@ -30,8 +30,8 @@ _NEEDED = {  # of a group of parameters, and of a parameter
 }
 
 
-class Module:
-    """A module to which fully_shard was applied, and has parameters of its own."""
+class ShardedModule:
+    """A module to which fully_shard was applied, and which has parameters of its own."""
 
     def __init__(self, module: Any, name: str, group: Any, names: dict[int, str]):
         self.name = name
@@ -46,38 +46,40 @@ class Module:
 
     @property
     def sizes(self) -> dict[str, torch.Size]:
-        """Of whole parameters."""
+        """The sizes of whole parameters, by name."""
         return {name: p._orig_size for name, p in self._parameters}
 
     @property
     def divide_factor(self) -> float | None:
-        """By which the user has the sum of gradients divided; None for the number of ranks."""
+        """By what the user has the sum of gradients divided; None for the number of ranks."""
         return self._group.gradient_divide_factor
 
-    def current_layout(self) -> Layout:
-        """That of the parameters which require gradients now."""
+    def current_layout(self) -> ShardLayout:
+        """Return the layout of the parameters which require gradients now."""
         if list(self.layout.shapes) != [name for name, p in self._parameters if p.sharded_param.requires_grad]:
             self.layout = self._make_layout()
         return self.layout
 
-    def _make_layout(self) -> Layout:
+    def _make_layout(self) -> ShardLayout:
         trained = [name for name, p in self._parameters if p.sharded_param.requires_grad]
-        return Layout([self._shape(name) for name in trained], self.shards)
+        return ShardLayout([self._shape(name) for name in trained], self.shards)
 
     # ── error memory: flat while training, shaped in checkpoints ──
 
     @property
     def memory_sizes(self) -> dict[str, torch.Size]:
-        """Of what is remembered: whole parameters, or this rank's shards where those are exchanged."""
+        """The sizes of what is remembered: whole parameters, or this rank's shards where those are exchanged."""
         if self.replicas is not None:
             return {name: p.sharded_size for name, p in self._parameters if p.sharded_size.numel()}
         return self.sizes
 
     def shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """Return a flat error memory in the shape that checkpoints have."""
         size = self.memory_sizes[name]
         return flat.view(size) if self.replicas is not None else self._shape(name).in_own_order(flat, self.shards)
 
     def flattened(self, name: str, shaped: torch.Tensor) -> torch.Tensor:
+        """Return the error memory of a checkpoint as it is kept while training; a GradwireError if it does not fit."""
         if shaped.shape != self.memory_sizes[name]:
             wanted = tuple(self.memory_sizes[name])
             raise GradwireError(f"error memory of {name!r} has shape {tuple(shaped.shape)}, not {wanted}")
@@ -85,17 +87,19 @@ class Module:
             return shaped.reshape(-1)
         return self._shape(name).in_order_of_ranks(shaped, self.shards)
 
-    def _shape(self, name: str) -> Shape:
+    def _shape(self, name: str) -> ShardedShape:
         parameter = dict(self._parameters)[name]
-        return Shape(name, tuple(parameter._orig_size), parameter.fsdp_placement.dim)
+        return ShardedShape(name, tuple(parameter._orig_size), parameter.fsdp_placement.dim)
 
     # ── in place of FSDP2's own collectives, and back ──
 
     def replace_reduce_scatter(self, reduce_scatter: Reduce) -> None:
+        """Have FSDP2 call this in place of its reduce-scatter."""
         self._before = self._group._reduce_scatter_comm, self._group._all_reduce_hook
         self._module.set_custom_reduce_scatter(_Comm(reduce_scatter))
 
     def replace_all_reduce(self, all_reduce: Callable[[torch.Tensor], None], alone: dist.ProcessGroup) -> None:
+        """Have FSDP2 call this in place of its all-reduce between replicas; `alone` is a group of this rank only."""
         _, users = self._before = self._group._reduce_scatter_comm, self._group._all_reduce_hook
 
         def hook(row: torch.Tensor) -> None:
@@ -107,6 +111,7 @@ class Module:
         self._module.set_all_reduce_hook(hook)
 
     def restore(self) -> None:
+        """Give FSDP2 its own collectives back."""
         if self._before is not None:
             self._group._reduce_scatter_comm, self._group._all_reduce_hook = self._before
             if self.replicas is not None:
@@ -115,7 +120,7 @@ class Module:
 
 
 class _Comm:
-    """What set_custom_reduce_scatter asks for."""
+    """The object that set_custom_reduce_scatter asks for."""
 
     def __init__(self, reduce_scatter: Reduce):
         self._reduce_scatter = reduce_scatter
@@ -131,7 +136,7 @@ class _Comm:
 
 
 def weight_of(op: Any, ranks: int, divide_factor: float | None) -> float:
-    """What a reduction multiplies each rank's tensor with."""
+    """Return the factor by which a reduction multiplies each rank's tensor."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.AVG:
         return 1 / ranks
@@ -143,6 +148,7 @@ def weight_of(op: Any, ranks: int, divide_factor: float | None) -> float:
 
 
 def warn_of_unused(module: str) -> None:
+    """Warn that a module's gradients travel uncompressed, because some of its parameters have none."""
     warnings.warn(
         f"module {module!r}: some of its parameters had no gradient in this step, and FSDP2 does not say which; its "
         f"gradients travel uncompressed then (give such parameters a fully_shard of their own, or call "
@@ -151,8 +157,8 @@ def warn_of_unused(module: str) -> None:
     )
 
 
-def modules_of(model: nn.Module) -> list[Module]:
-    """All that FSDP2 shards in the model."""
+def modules_of(model: nn.Module) -> list[ShardedModule]:
+    """Return all modules of the model that FSDP2 shards; raise GradwireError if there are none."""
     kind = _fsdp_module()
     if not isinstance(model, nn.Module) or not any(isinstance(m, kind) for m in model.modules()):
         raise GradwireError(
@@ -160,7 +166,7 @@ def modules_of(model: nn.Module) -> list[Module]:
             f"{type(model).__name__}: shard it first (for DistributedDataParallel there is gradwire.ddp.attach)"
         )
     names = {id(m): name for name, m in model.named_modules()}
-    found = []
+    modules = []
     for name, module in model.named_modules():
         if isinstance(module, kind):
             state = module._get_fsdp_state()
@@ -168,10 +174,10 @@ def modules_of(model: nn.Module) -> list[Module]:
             groups = getattr(state, "_fsdp_param_groups", [single] if single is not None else [])
             if len(groups) > 1:
                 raise GradwireError(f"parameters of {name!r} are on several meshes (shard_placement_fn): one is needed")
-            found += [Module(module, name, _checked(group), names) for group in groups]
-    if not found:
+            modules += [ShardedModule(module, name, _checked(group), names) for group in groups]
+    if not modules:
         raise GradwireError("fully_shard found no parameters in this model: there are no gradients to compress")
-    return found
+    return modules
 
 
 def _fsdp_module() -> Any:
@@ -200,7 +206,7 @@ def _too_different(missing: str) -> GradwireError:
 
 
 def _name_of(parameter: Any, names: dict[int, str]) -> str:
-    """As in model.named_parameters()."""
+    """Return the name that the parameter has in model.named_parameters()."""
     info = parameter._module_info
     prefix = names.get(id(info.module), "")
     return f"{prefix}.{info.param_name}" if prefix else info.param_name

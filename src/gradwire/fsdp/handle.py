@@ -24,25 +24,28 @@ from torch import nn
 
 from gradwire.aggregate.transport.link import Link, reduce_scatter_tensor
 from gradwire.catalogue.recipe import Recipe
-from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name, spec_text
+from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name
 from gradwire.checkpoints.rank_states import AllRanks, own_part
 from gradwire.correct.error_memory import memory_in
 from gradwire.correct.flat_error_memory import FlatMemory
 from gradwire.engine import auto
-from gradwire.engine.gradients import Scaler
+from gradwire.engine.options import Scaler
 from gradwire.errors import GradwireError, SpecError, unknown_name
-from gradwire.fsdp.fsdp2_internals import Module, modules_of, warn_of_unused, weight_of
-from gradwire.fsdp.shard_exchanges import AllReduce, ReduceScatter
+from gradwire.fsdp.fsdp2_internals import ShardedModule, modules_of, warn_of_unused, weight_of
+from gradwire.fsdp.shard_exchanges import ReplicaAllReduce, ShardReduceScatter
 from gradwire.fsdp.shard_frames import ShardFrames
 
 _log = logging.getLogger(__name__)
 MEMORIES: dict[str, torch.dtype | None] = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 
 
-class Handle:
-    """What `attach` returns: the compressed collectives of all wrapped modules, and what they remember."""
+class FSDPHandle:
+    """What `attach` returns: the compressed collectives of all wrapped modules, and what they remember.
 
-    def __init__(self, modules: list[Module], spec: Spec, memory: torch.dtype | None, scaler: Scaler | None):
+    Autograd's thread calls the collectives in backward; everything else is for the training's thread, between steps.
+    """
+
+    def __init__(self, modules: list[ShardedModule], spec: Spec, memory: torch.dtype | None, scaler: Scaler | None):
         first = modules[0]
         self._modules = modules
         self._module_of = {name: module for module in modules for name in module.memory_sizes}
@@ -51,10 +54,10 @@ class Handle:
         self.frames = ShardFrames(spec, sizes, None if memory is None else FlatMemory(memory))
         self._link = Link(first.shard_group if first.replicas is None else first.replicas)
         self._host = Link(first.shard_group) if first.replicas is not None and first.shards > 1 else None
-        facts = {"spec": spec_text(self.frames.mean.recipes), "memory": str(memory).removeprefix("torch.")}
+        facts = {"spec": str(self.frames.recipes), "memory": str(memory).removeprefix("torch.")}
         self._link.agree(facts, {name: str(size) for name, size in sizes.items()})
-        self._reduce_scatter = ReduceScatter(self.frames, self._link)
-        self._all_reduce = AllReduce(self.frames, self._link)
+        self._reduce_scatter = ShardReduceScatter(self.frames, self._link)
+        self._all_reduce = ReplicaAllReduce(self.frames, self._link)
         self._begun = False  # whether a step is under way
         self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
 
@@ -70,7 +73,9 @@ class Handle:
 
     # ── what FSDP2 calls in backward ──
 
-    def _shards(self, module: Module, out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def _shards(
+        self, module: ShardedModule, out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
         layout = module.current_layout()
         if flat.numel() != layout.row * layout.ranks or not flat.is_floating_point():
             # FSDP2 leaves out parameters without a gradient, and does not say which ones.
@@ -80,7 +85,7 @@ class Handle:
         weight = weight_of(op, self._link.world, module.divide_factor)
         self._run(lambda: self._reduce_scatter(module.name, layout, flat.view(layout.ranks, -1), out, weight))
 
-    def _replicas(self, module: Module, row: torch.Tensor) -> None:
+    def _replicas(self, module: ShardedModule, row: torch.Tensor) -> None:
         layout = module.current_layout()
         weight = 1 / self._link.world if module.divide_factor is None else 1.0
         if len(row) != layout.row or not row.is_floating_point():
@@ -92,7 +97,7 @@ class Handle:
 
     def _run(self, exchange: Callable[[], None]) -> None:
         if self._scaler is not None and self.frames.memory is not None:
-            self.frames.memory.scale = float(self._scaler.get_scale())
+            self.frames.memory.rescale(float(self._scaler.get_scale()))
         self._begun = True
         # Each call asks for it, since a backward that failed leaves none behind; only the first has something to do.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
@@ -106,67 +111,72 @@ class Handle:
 
     def _end_step(self) -> None:
         if self._begun:
-            finite = self.frames.mean.finite
+            finite = self.frames.ledger.finite
             if self._host is not None:
                 finite = all(flag == b"\1" for flag in self._host.gather_short(bytes([finite])))
             self.frames.end_step(finite)
-            self._link.at_step(self.frames.mean.steps)
+            self._link.at_step(self.frames.ledger.steps)
             self._begun = False
 
     # ── what users see ──
 
     def stats(self) -> dict[str, float]:
-        """Totals of this rank since it was attached (or loaded); `ratio` is fp32 over frames. With hybrid sharding
-        only what goes between replicas is counted."""
-        frames, own = self.frames, self.frames.mean.stats()
+        """Return the totals of this rank since it was attached or loaded; `ratio` is fp32 bytes over frame bytes.
+
+        With hybrid sharding only what goes between replicas is counted.
+        """
+        frames, figures = self.frames, self.frames.ledger.stats()
         return {
-            "steps": frames.mean.steps - self._steps_before,
-            **own,
+            "steps": frames.ledger.steps - self._steps_before,
+            **figures,
             "wire_bytes_sent": self._link.bytes_sent,
             "wire_bytes_received": self._link.bytes_received,
-            "wait_s": frames.wait_s,
+            "wait_s": self._reduce_scatter.wait_s + self._all_reduce.wait_s,
             "dense_bytes": frames.dense_bytes,
-            "ratio": frames.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
+            "ratio": frames.dense_bytes / figures["frame_bytes"] if figures["frame_bytes"] else 1.0,
         }
 
     @property
     def memory_bytes(self) -> int:
-        """What error memory takes on this rank: two copies, of which one is provisional."""
+        """The bytes that error memory takes on this rank: two copies, of which one is provisional."""
         if self.frames.memory is None:
             return 0
         sizes = [size for m in self._modules for name, size in m.memory_sizes.items() if self._remembers(name)]
         return 2 * self.frames.memory.dtype.itemsize * sum(size.numel() for size in sizes)
 
     def _remembers(self, name: str) -> bool:
-        return bool(self.frames.mean.recipe_of(name).decay)
+        return bool(self.frames.recipes.of(name).decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's error memory, by parameter name: of whole parameters, or with hybrid sharding of its shards."""
+        """Return this rank's error memory, by parameter name: of whole parameters or, with hybrid sharding, shards."""
         flat = {} if self.frames.memory is None else self.frames.memory.state_dict()
         memory = {name: self._module_of[name].shaped(name, e) for name, e in flat.items()}
-        return {"steps": self.frames.mean.steps, "memory": memory}
+        return {"steps": self.frames.ledger.steps, "memory": memory}
 
     @property
     def all_ranks(self) -> AllRanks:
-        """The same for all ranks at once, for checkpoints that rank 0 writes."""
+        """The state of all ranks at once, for checkpoints that rank 0 writes."""
         return AllRanks(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        """Load what `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
         state = own_part(state)
         memory = memory_in(state, self._module_of)
         flat = {name: self._module_of[name].flattened(name, e) for name, e in memory.items()}
         if self.frames.memory is not None:
             self.frames.memory.load(flat)
-        self.frames.mean.steps = self._steps_before = int(state.get("steps", 0))
+        self._steps_before = int(state.get("steps", 0))
+        self.frames.ledger.resume_at(self._steps_before)
 
     def detach(self) -> None:
-        """Back to FSDP2's own collectives; the model can be attached again."""
+        """Go back to FSDP2's own collectives; the model can be attached again."""
         for module in self._modules:
             module.restore()
 
 
-def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_scaler: Scaler | None = None) -> Handle:
+def attach(
+    model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_scaler: Scaler | None = None
+) -> FSDPHandle:
     """Compress the gradients of a model to which fully_shard was applied; call it on the outermost module.
 
     `spec` is a recipe, or a dict from patterns of parameter names to recipes. Error memory covers whole parameters on
@@ -191,7 +201,7 @@ def attach(model: nn.Module, spec: Spec = "co3", *, memory: str = "fp32", grad_s
     if before is not None:
         before.detach()
         modules = modules_of(model)
-    handle = Handle(modules, spec, MEMORIES[memory], grad_scaler)
+    handle = FSDPHandle(modules, spec, MEMORIES[memory], grad_scaler)
     handle._install()
     object.__setattr__(model, "_gradwire_fsdp", handle)  # not a parameter, not a module
     if dist.get_rank() == 0 and handle.memory_bytes:

@@ -12,16 +12,16 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 
-from gradwire.aggregate.messages.tensor_parts import Piece
+from gradwire.aggregate.messages.frame_plan import FramePlan
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.all_to_all import AllToAll
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import PREFIX, Subject
-from gradwire.fsdp.shard_frames import HEAD, ShardFrames, summed_in
-from gradwire.fsdp.shard_layout import Layout
+from gradwire.fsdp.shard_frames import HEAD, ShardFrames, sum_dtype
+from gradwire.fsdp.shard_layout import ShardLayout
 
 
-class ReduceScatter:
+class ShardReduceScatter:
     """1. Every part that another rank owns, plus this rank's error memory of it, becomes frames;
     2. all-to-all of the messages, in one round;
     3. the owner decodes them in rank order and adds its own part, which never left it, in its turn.
@@ -31,54 +31,59 @@ class ReduceScatter:
 
     def __init__(self, frames: ShardFrames, link: Link):
         self.frames, self.exchange = frames, AllToAll(link)
+        self.wait_s = 0.0  # how long the training stood still for the exchange
 
-    def __call__(self, key: Hashable, layout: Layout, rows: torch.Tensor, out: torch.Tensor, weight: float) -> None:
-        """out: the sum over ranks of this rank's row, each times `weight`; filling becomes zero."""
+    def __call__(
+        self, key: Hashable, layout: ShardLayout, rows: torch.Tensor, out: torch.Tensor, weight: float
+    ) -> None:
+        """Write to `out` the sum over ranks of this rank's row, each times `weight`; filling becomes zero."""
         frames, link = self.frames, self.exchange.link
         # Native kernels after one copy are faster than plain torch on a GPU, and error memory stays in host memory.
-        pieces = [frames.divide(row, places) for row, places in zip(rows.cpu(), layout.rows, strict=True)]
-        own = [frames.keep(piece, layout.rows[link.rank]) for piece in pieces[link.rank]]
-        messages, lengths, room = [], [], frames.room(pieces)
-        for rank, places in enumerate(layout.rows):
-            sent = pieces[rank] if rank != link.rank else []
-            length = frames.encode(sent, places, f"{link.rank}>{rank}", room[HEAD:])
+        plans = [frames.plan(row, places) for row, places in zip(rows.cpu(), layout.rows, strict=True)]
+        kept = [frames.keep(plan, layout.rows[link.rank]) for plan in plans[link.rank]]
+        messages, lengths, room = [], [], frames.room(plans)
+        for owner, places in enumerate(layout.rows):
+            sent = plans[owner] if owner != link.rank else []
+            length = frames.encode(sent, places, f"{link.rank}>{owner}", room[HEAD:])
             lengths.append(HEAD - PREFIX + length)
             messages.append(room[: HEAD + length])
             room = room[HEAD + length :]
-        for own_message in messages:
-            own_message[PREFIX] = frames.mean.finite
+        for message in messages:
+            message[PREFIX] = frames.ledger.finite
         if frames.memory is not None:
             frames.memory.written(layout.shapes)
-        subject = Subject(frames.mean.steps, _fingerprint(pieces, layout))
+        subject = Subject(frames.ledger.steps, _fingerprint(plans, layout))
         start = time.perf_counter()
         arrived = self.exchange.finish(self.exchange.start(key, subject, messages, lengths))
-        frames.wait_s += time.perf_counter() - start
+        self.wait_s += time.perf_counter() - start
         total = _Sum(frames, out, layout, link.rank, weight)
-        for rank, message in enumerate(arrived):
-            total.add(own) if rank == link.rank else total.decode(rank, message)
+        for sender, received in enumerate(arrived):
+            total.add(kept) if sender == link.rank else total.decode(sender, received)
         total.put()
 
 
-class AllReduce:
-    """Between replicas of one shard. All of them use the decoded frames, their own too, and stay bit-identical."""
+class ReplicaAllReduce:
+    """Sums the gradients of one shard over its replicas, which all use the decoded frames, their own too, and so stay
+    bit-identical."""
 
     def __init__(self, frames: ShardFrames, link: Link):
         self.frames, self.exchange = frames, AllGather(link)
+        self.wait_s = 0.0  # how long the training stood still for the exchange
 
-    def __call__(self, key: Hashable, layout: Layout, shard: int, row: torch.Tensor, weight: float) -> None:
-        """row becomes the sum over replicas, each times `weight`."""
+    def __call__(self, key: Hashable, layout: ShardLayout, shard: int, row: torch.Tensor, weight: float) -> None:
+        """Replace the row by the sum over replicas, each times `weight`."""
         frames, link = self.frames, self.exchange.link
         places = [place.alone() for place in layout.rows[shard]]
-        pieces = frames.divide(row.cpu(), places)
-        room = frames.room([pieces])
-        length = frames.encode(pieces, places, f"{link.rank}:{shard}", room[HEAD:])
-        room[PREFIX] = frames.mean.finite
+        plans = frames.plan(row.cpu(), places)
+        room = frames.room([plans])
+        length = frames.encode(plans, places, f"{link.rank}:{shard}", room[HEAD:])
+        room[PREFIX] = frames.ledger.finite
         if frames.memory is not None:
             frames.memory.written(layout.shapes)
-        subject = Subject(frames.mean.steps, _fingerprint([pieces], layout))
+        subject = Subject(frames.ledger.steps, _fingerprint([plans], layout))
         start = time.perf_counter()
         arrived = self.exchange.finish(self.exchange.start(key, subject, room, HEAD - PREFIX + length))
-        frames.wait_s += time.perf_counter() - start
+        self.wait_s += time.perf_counter() - start
         total = _Sum(frames, row, layout, shard, weight)
         for rank, message in enumerate(arrived):
             total.decode(rank, message)
@@ -86,25 +91,25 @@ class AllReduce:
 
 
 class _Sum:
-    """A row, on the CPU and in fp32 at least."""
+    """The sum of a row over ranks, on the CPU and in fp32 at least."""
 
-    def __init__(self, frames: ShardFrames, row: torch.Tensor, layout: Layout, shard: int, weight: float):
+    def __init__(self, frames: ShardFrames, row: torch.Tensor, layout: ShardLayout, shard: int, weight: float):
         self.frames, self.row, self.weight = frames, row, weight
-        dtype = summed_in(row.dtype)
+        dtype = sum_dtype(row.dtype)
         self.sum = row if row.device.type == "cpu" and row.dtype == dtype else torch.empty(len(row), dtype=dtype)
         places = layout.rows[shard]
         if sum(place.row.stop - place.row.start for place in places) < len(row):
             self.sum.zero_()
-        self.pieces = frames.divide(self.sum, places)
-        self.targets = [piece.target() for piece in self.pieces]
+        self.plans = frames.plan(self.sum, places)
+        self.targets = [plan.target() for plan in self.plans]
         self._begun = False
 
-    def decode(self, rank: int, message: np.ndarray) -> None:
-        self.frames.decode(rank, message, self.pieces, self.targets, self.weight, self._begun)
+    def decode(self, sender: int, message: np.ndarray) -> None:
+        self.frames.decode(sender, message, self.plans, self.targets, self.weight, self._begun)
         self._begun = True
 
-    def add(self, own: list[torch.Tensor]) -> None:
-        for target, values in zip(self.targets, own, strict=True):
+    def add(self, kept: list[torch.Tensor]) -> None:
+        for target, values in zip(self.targets, kept, strict=True):
             if self._begun:
                 target.view(-1).add_(values, alpha=self.weight)
             else:
@@ -112,13 +117,13 @@ class _Sum:
         self._begun = True
 
     def put(self) -> None:
-        for piece, target in zip(self.pieces, self.targets, strict=True):
-            piece.put(target)
+        for plan, target in zip(self.plans, self.targets, strict=True):
+            plan.put(target)
         if self.sum is not self.row:
             self.row.copy_(self.sum)
 
 
-def _fingerprint(rows: list[list[Piece]], layout: Layout) -> int:
-    """A number that differs where ranks have other parameters, or code them differently."""
-    recipes = [str(piece.recipe) for pieces in rows for piece in pieces]
+def _fingerprint(rows: list[list[FramePlan]], layout: ShardLayout) -> int:
+    """Return a number that differs where ranks have other parameters, or code them differently."""
+    recipes = [str(plan.recipe) for plans in rows for plan in plans]
     return zlib.crc32(f"{recipes} {list(layout.shapes.values())}".encode())

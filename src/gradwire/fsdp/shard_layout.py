@@ -19,8 +19,8 @@ import torch
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A parameter, and along which dimension it is cut."""
+class ShardedShape:
+    """The size of a parameter, and the dimension along which it is cut for the ranks."""
 
     name: str
     size: tuple[int, ...]
@@ -28,19 +28,21 @@ class Shape:
 
     @property
     def entries(self) -> int:
+        """The number of entries of the whole parameter."""
         return math.prod(self.size)
 
     def chunk(self, ranks: int) -> int:
-        """Entries of the first rank's part, the longest."""
+        """Return the number of entries of the first rank's part, the longest."""
         return -(-self.size[self.dim] // ranks) * (self.entries // max(1, self.size[self.dim]))
 
     def in_order_of_ranks(self, whole: torch.Tensor, ranks: int) -> torch.Tensor:
-        """The parts of all ranks end to end, from a tensor of the parameter's size."""
+        """Return the parts of all ranks end to end, from a tensor of the parameter's size."""
         if self.dim == 0:
             return whole.reshape(-1)
         return torch.cat([part.reshape(-1) for part in whole.view(self.size).chunk(ranks, self.dim)])
 
     def in_own_order(self, flat: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Return the parameter's own shape again: what `in_order_of_ranks` did, backwards."""
         if self.dim == 0:
             return flat.view(self.size)
         part = list(self.size)
@@ -49,34 +51,36 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one rank's part of one parameter is."""
+class PartPlace:
+    """Where one rank's part of one parameter lies, in its row of the buffer and in the error memory."""
 
     name: str
     row: slice  # in the rank's row
     memory: slice  # in the parameter's error memory
     entries: int  # of that memory
 
-    def alone(self) -> Place:
-        """The same where memory is kept of this part alone."""
+    def alone(self) -> PartPlace:
+        """Return the same place for an error memory that holds this part alone."""
         entries = self.memory.stop - self.memory.start
-        return Place(self.name, self.row, slice(0, entries), entries)
+        return PartPlace(self.name, self.row, slice(0, entries), entries)
 
 
-class Layout:
-    def __init__(self, shapes: Sequence[Shape], ranks: int):
+class ShardLayout:
+    """Where the parts of all parameters of one module lie in the rows of all ranks."""
+
+    def __init__(self, shapes: Sequence[ShardedShape], ranks: int):
         self.shapes, self.ranks = {shape.name: shape for shape in shapes}, ranks
         self.row = sum(shape.chunk(ranks) for shape in shapes)
         self.rows = [self._places(rank) for rank in range(ranks)]
 
-    def _places(self, rank: int) -> list[Place]:
-        """What a rank has of each parameter; those of which it has nothing are left out."""
+    def _places(self, rank: int) -> list[PartPlace]:
+        """Return what a rank has of each parameter; those of which it has nothing are left out."""
         places, position = [], 0
         for shape in self.shapes.values():
             chunk = shape.chunk(self.ranks)
             start, end = (min(r * chunk, shape.entries) for r in (rank, rank + 1))
             if end > start:
                 row = slice(position, position + end - start)
-                places.append(Place(shape.name, row, slice(start, end), shape.entries))
+                places.append(PartPlace(shape.name, row, slice(start, end), shape.entries))
             position += chunk
         return places

@@ -31,15 +31,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.aggregate.messages.mean import Mean
+from gradwire.aggregate.messages.message_coder import MessageCoder
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import describe
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.link import Link
-from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_tensor, spec_text
+from gradwire.catalogue.spec_by_name import Spec, parse_spec
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
+from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.errors import AggregateError, GradwireError, SpecError
-from gradwire.local_sgd import sync_round
 from gradwire.local_sgd.buffers import Buffers
+from gradwire.local_sgd.sync_round import SyncRound
 
 BUFFERS = "buffer:"  # patterns of a dict spec that begin so are for buffers
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -69,13 +72,14 @@ class LocalSGD:
         _check(model, optimizer)
         self.model, self.optimizer = model, optimizer
         spec, of_buffers = _divide_spec(spec)
-        self.mean = Mean(spec)
+        self.recipes = ModelRecipes(spec)
+        self.memories, self.ledger = WorkerMemories(), StepLedger()
         self._group = process_group
-        self._gather: AllGather | None = None
+        self._round: SyncRound | None = None  # from the first block on, when the ranks have met
         self._wait_s = 0.0  # that the training stood still for the exchange
         self._parameters = _trainable(model)
         self._check_recipes()
-        slowest = max(self.mean.recipes.values(), key=lambda chosen: chosen.sync_every)
+        slowest = max(self.recipes.by_pattern.values(), key=lambda recipe: recipe.sync_every)
         self.sync_every: Schedule = slowest.sync_schedule if sync_every is None else sync_every
         if not callable(self.sync_every):
             _checked_steps(self.sync_every)
@@ -87,7 +91,7 @@ class LocalSGD:
         self._buffers = Buffers(model, of_buffers)
         self._buffers_every = slowest.buffers_every
         self._outer = (outer or slowest.outer)(list(self._anchor.values()))
-        self.mean.know_model(list(self._parameters.items()))
+        self.recipes.know_model(self._parameters.items())
         self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
         self.dense_bytes = 0
         self._steps_before = 0
@@ -99,7 +103,7 @@ class LocalSGD:
 
     def _check_recipes(self) -> None:
         for name in self._parameters:
-            if self.mean.recipe_of(name).clip:
+            if self.recipes.of(name).clip:
                 raise SpecError("clip_norm is for gradients, and LocalSGD sends updates: clip in your loop")
 
     # ── around the loop ──
@@ -124,15 +128,20 @@ class LocalSGD:
         if kind is None:
             while not self._sync(left=True):
                 pass
-            if self.mean.flushing:
-                self._sync(left=True, flush=True)
+            if self.recipes.any("flush"):
+                self._sync(left=True, last=True)
             self._inside = False
 
-    def _connected(self) -> AllGather:
-        if self._gather is None:
-            self._gather = AllGather(Link(self._group))
-            self.mean.rank, self.mean.world = self._gather.link.rank, self._gather.link.world
-        return self._gather
+    def _connected(self) -> SyncRound:
+        if self._round is None:
+            gather = AllGather(Link(self._group))
+            coder = MessageCoder(self.recipes, self.memories, self.ledger, gather.link.rank, gather.link.world)
+            self._round = SyncRound(coder, gather, self._buffers)
+        return self._round
+
+    @property
+    def _link(self) -> Link:
+        return self._connected().gather.link
 
     @torch.no_grad()
     def _start_alike(self) -> None:
@@ -143,9 +152,9 @@ class LocalSGD:
                 self._anchor[name].copy_(self._parameters[name])
             if loaded or not self._inside:
                 self._buffers.follow()
-        link = self._connected().link
+        link = self._link
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        link.agree({"spec": spec_text(self.mean.recipes)}, describe(named))
+        link.agree({"spec": str(self.recipes)}, describe(named))
         states = link.gather_short(self._digest() + bytes([self.pending > 0]))
         if len({state[:-1] for state in states}) > 1:
             if any(state[-1] for state in states):
@@ -183,7 +192,7 @@ class LocalSGD:
     def _after_step(self) -> None:
         self.steps += 1
         self.pending += 1
-        self.dense_bytes += 4 * self.mean.total
+        self.dense_bytes += 4 * self.recipes.total
         every = self.sync_every(self.steps) if callable(self.sync_every) else self.sync_every
         if self.pending >= _checked_steps(every):
             self._sync()
@@ -197,56 +206,54 @@ class LocalSGD:
     # ── one sync ──
 
     @torch.no_grad()
-    def _sync(self, left: bool = False, flush: bool = False) -> bool:
-        """Average the updates of all ranks that took steps; whether all ranks have left the block.
+    def _sync(self, left: bool = False, last: bool = False) -> bool:
+        """Average the updates of all ranks that took steps; return whether all ranks have left the block.
 
-        To flush is to send a larger part of what is left in the error memories, when no step is to follow: the model
+        The `last` sync sends a larger part of what is left in the error memories, since no step is to follow; the model
         is at the common parameters then.
         """
         if set(_trainable(self.model)) != set(self._parameters):
             raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
         means = {
-            name: _difference(p, self._anchor[name] if flush else self._beginning(name))
+            name: _difference(p, self._anchor[name] if last else self._beginning(name))
             for name, p in self._parameters.items()
-            if not flush or self._has_rest(name, p.numel())
+            if not last or self._has_rest(name, p.numel())
         }
-        send = flush or self.pending > 0
+        send = last or self.pending > 0
         if left:
             with_buffers = send or self._buffers.changed()
         else:
-            with_buffers = send and self.mean.steps % self._buffers_every == 0
+            with_buffers = send and self.ledger.steps % self._buffers_every == 0
+        sync_round = self._connected()
         try:
-            self.mean.clock = self.steps
             start = time.perf_counter()
-            messages = sync_round.exchange(
-                self.mean, self._connected(), self._buffers, means, send, left, with_buffers, flush
-            )
+            arrived = sync_round.run(means, self.steps, send=send, left=left, with_buffers=with_buffers, last=last)
             self._wait_s += time.perf_counter() - start
         except BaseException as error:
-            self._connected().link.give_up(error)
-            self.mean.abandon_step()
+            self._link.give_up(error)
+            sync_round.coder.abandon_step()
             raise
-        own = messages[self.mean.rank]
-        if any(message.usable for message in messages):
+        own = arrived[self._link.rank]
+        if any(update.usable for update in arrived):
             self._move(means)
             self.syncs += 1
         if own.diverged:
             # Nothing of this rank's update was used: it keeps its old error memory, and no momentum.
-            self.mean.residual.rollback()
+            self.memories.errors.rollback()
             reset_optimizer(self.optimizer)
         else:
-            sent = self.mean.take_sent()
+            sent = self.memories.take_sent()
             mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
-        self.mean.end_step()
-        self._connected().link.at_step(self.mean.steps)
+        sync_round.coder.end_step()
+        self._link.at_step(self.ledger.steps)
         if left:
             self._take_common()
-        elif any(message.sent for message in messages):
+        elif any(update.sent for update in arrived):
             if with_buffers or own.diverged:
                 self._buffers.take(only_averaged=not own.diverged)
             self._go_on()
         self.pending = 0
-        return all(message.left for message in messages)
+        return all(update.left for update in arrived)
 
     def _move(self, means: dict[str, torch.Tensor]) -> None:
         """The common parameters make an outer step along the mean update."""
@@ -258,11 +265,11 @@ class LocalSGD:
 
     def _has_rest(self, name: str, entries: int) -> bool:
         """Whether a last exchange has something to send of this parameter."""
-        return self.mean.recipe_of(name).flush > 0 and recipe_of_tensor(name, entries, self.mean.recipes).decay > 0
+        return self.recipes.of(name).flush > 0 and self.recipes.of_tensor(name, entries).decay > 0
 
     def _beginning(self, name: str) -> torch.Tensor:
         """Where this rank goes on from after a sync: the common parameters and `ahead` times what it did not send."""
-        ahead, memory = self.mean.recipe_of(name).ahead, self.mean.residual.memory.get(name)
+        ahead, memory = self.recipes.of(name).ahead, self.memories.errors.memory.get(name)
         anchor = self._anchor[name]
         return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
 
@@ -296,16 +303,16 @@ class LocalSGD:
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank; `dense_bytes` is what fp32 gradients of all local steps would have been."""
-        own, gather = self.mean.stats(), self._gather
+        figures, link = self.ledger.stats(), None if self._round is None else self._link
         return {
             "steps": self.steps - self._steps_before,
             "syncs": self.syncs,
-            **own,
-            "wire_bytes_sent": gather.link.bytes_sent if gather else 0,
-            "wire_bytes_received": gather.link.bytes_received if gather else 0,
+            **figures,
+            "wire_bytes_sent": link.bytes_sent if link else 0,
+            "wire_bytes_received": link.bytes_received if link else 0,
             "wait_s": self._wait_s,
             "dense_bytes": self.dense_bytes,
-            "ratio": self.dense_bytes / own["frame_bytes"] if own["frame_bytes"] else 1.0,
+            "ratio": self.dense_bytes / figures["frame_bytes"] if figures["frame_bytes"] else 1.0,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,7 +321,8 @@ class LocalSGD:
         Save the model and the optimizer of every rank beside it: between syncs they differ.
         """
         return {
-            **self.mean.state_dict(),
+            "steps": self.ledger.steps,
+            **self.memories.state_dict(),
             "local_steps": self.steps,
             "pending": self.pending,
             "inside": self._inside,
@@ -332,7 +340,8 @@ class LocalSGD:
                 n: t.shape for n, t in own.items()
             }:
                 raise GradwireError(f"not the state of a LocalSGD of this model: its {key!r} do not fit")
-        self.mean.load_state_dict(state, set(self._parameters))
+        self.memories.load_state_dict(state, set(self._parameters))
+        self.ledger.resume_at(int(state.get("steps", 0)))
         with torch.no_grad():
             for name, saved in state["anchor"].items():
                 self._anchor[name].copy_(saved)

@@ -9,49 +9,67 @@ from collections.abc import Mapping
 
 import torch
 
-from gradwire.aggregate.messages.tensor_parts import Part, Piece
+from gradwire.aggregate.messages.frame_plan import FramePlan
+from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.correct.error_memory import Residual
 
 
 class ShardMemory:
-    def __init__(self) -> None:
-        self.memory = Residual()
-        self._known: dict[str, Part] = {}  # by the key in the memory; without the entries
-        self._loaded: dict[str, torch.Tensor] = {}  # by name, whole, until a step tells which shards are ours
+    """The error memory of the owner of shards, provisional within a step like every error memory.
 
-    def apart(self, piece: Piece) -> Piece:
-        """The same parts as tensors of their own, in fp32 at least, under names that tell which entries they are."""
-        own = []
-        for part in piece.parts:
+    `errors` keeps it by the key of each shard. What a checkpoint brought is kept by parameter name, whole, until the
+    next step tells which shards belong to this rank.
+    """
+
+    def __init__(self) -> None:
+        self.errors = Residual()
+        self._shards: dict[str, TensorPart] = {}  # by key; without the entries
+        self._loaded: dict[str, torch.Tensor] = {}  # by parameter name
+
+    def apart(self, plan: FramePlan) -> FramePlan:
+        """Return a plan with the same shards as tensors of their own, in fp32 at least, named by their keys."""
+        shards = []
+        for part in plan.parts:
             dtype = torch.promote_types(part.tensor.dtype, torch.float32)
-            if part.key not in self._known:
-                self._known[part.key] = Part(part.name, torch.empty(part.tensor.shape, device="meta"), part.lo, part.hi)
+            if part.key not in self._shards:
+                placeholder = torch.empty(part.tensor.shape, dtype=torch.float32, device="meta")
+                self._shards[part.key] = TensorPart(part.name, placeholder, part.lo, part.hi)
                 if part.name in self._loaded:
-                    own_range = self._loaded[part.name].reshape(-1)[part.lo : part.hi]
-                    self.memory.memory[part.key] = own_range.clone()
-            own.append(Part(part.key, torch.empty(part.size, dtype=dtype), 0, part.size))
-        return Piece(piece.recipe, piece.codec, own)
+                    loaded = self._loaded[part.name].reshape(-1)[part.lo : part.hi]
+                    self.errors.replace(part.key, loaded.clone())
+            shards.append(TensorPart(part.key, torch.empty(part.size, dtype=dtype), 0, part.size))
+        return FramePlan(plan.recipe, plan.codec, shards)
 
     def rescale(self, factor: float) -> None:
-        self.memory.rescale(factor)
+        """Follow a loss scale that has become `factor` times larger."""
+        self.errors.rescale(factor)
         for memory in self._loaded.values():
             memory.mul_(factor)
 
     def end_step(self, finite: bool) -> None:
-        self.memory.commit() if finite else self.memory.rollback()
+        """Commit what was written in this step, or roll it back."""
+        self.errors.commit() if finite else self.errors.rollback()
         if self._loaded:
-            for part in self._known.values():
+            for part in self._shards.values():
                 self._loaded.pop(part.name, None)
 
+    def abandon_step(self) -> None:
+        """Roll back a step that failed midway; shards that it did not get to are still as they were loaded."""
+        self.errors.rollback()
+
     def state_dict(self, scale: float) -> dict[str, torch.Tensor]:
-        """By parameter name, with zeros where the shards of other ranks are: the sum over all ranks is the whole."""
+        """Return it by parameter name, with zeros where the shards of other ranks are: the sum over ranks is whole.
+
+        It is divided by the loss scale.
+        """
         state = {name: memory / scale for name, memory in self._loaded.items()}
-        for key, shard in self.memory.memory.items():
-            part = self._known[key]
-            whole = state.setdefault(part.name, torch.zeros(part.tensor.shape))
+        for key, shard in self.errors.memory.items():
+            part = self._shards[key]
+            whole = state.setdefault(part.name, torch.zeros(part.tensor.shape, dtype=torch.float32))
             whole.view(-1)[part.lo : part.hi] = shard / scale
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.memory, self._known = Residual(), {}
+        """Take over what was saved, in place of what is there."""
+        self.errors, self._shards = Residual(), {}
         self._loaded = {name: memory.detach().to("cpu", torch.float32, copy=True) for name, memory in state.items()}

@@ -1,6 +1,6 @@
-"""Tensors as the exchange wants them: contiguous and on the CPU, where the native kernels are.
+"""Tensors as the exchange wants them: contiguous, and on the CPU, where the native kernels are.
 
-Most are, and are averaged in place. Others are copied, and get their means back at the end of the step.
+Most are already, and are averaged in place. Others are copied, and get their means back at the end of the step.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from dataclasses import replace
 
 import torch
 
-from gradwire.aggregate.messages.tensor_parts import Named, Part
+from gradwire.aggregate.messages.tensor_parts import NamedTensors, TensorPart
 
 
 class HostCopies:
+    """The tensors of one step, by name, as the exchange has them.
+
+    `mark_ready` is called by the training's thread when it hands tensors over; everything else by the thread that runs
+    the exchange. Copies from a GPU go to pinned memory, which is kept for the next step, on a stream of their own.
+    """
+
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}  # of this step, by name, as the exchange has them
+        self.tensors: dict[str, torch.Tensor] = {}  # of this step
         self._originals: dict[str, torch.Tensor] = {}  # of those that were copied
         self._pinned: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def submitted(self, tensors: Named) -> torch.cuda.Event | None:
-        """In the training's thread: a mark behind which the tensors are what they should be."""
+    def mark_ready(self, tensors: NamedTensors) -> torch.cuda.Event | None:
+        """Return an event behind which the tensors hold their values; None if none of them is on a GPU."""
         device = next((t.device for _, t in tensors if t.is_cuda), None)
         if device is None:
             return None
@@ -29,36 +35,38 @@ class HostCopies:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def staged(self, parts: Sequence[Part], ready: torch.cuda.Event | None) -> list[Part]:
-        return [replace(part, tensor=self._staged(part.name, part.tensor, ready)) for part in parts]
+    def of_parts(self, parts: Sequence[TensorPart], ready: torch.cuda.Event | None) -> list[TensorPart]:
+        """Return the same parts of the tensors that the exchange works on, when `ready` has come."""
+        return [replace(part, tensor=self._copy_of(part.name, part.tensor, ready)) for part in parts]
 
-    def _staged(self, name: str, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
+    def _copy_of(self, name: str, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
         if name not in self.tensors:
             tensor = tensor.detach()
-            own = tensor
+            copy = tensor
             if tensor.is_cuda:
-                own = self._from_gpu(name, tensor, ready)
+                copy = self._from_gpu(name, tensor, ready)
             elif not tensor.is_contiguous():
-                own = tensor.contiguous()
-            if own is not tensor:
+                copy = tensor.contiguous()
+            if copy is not tensor:
                 self._originals[name] = tensor
-            self.tensors[name] = own
+            self.tensors[name] = copy
         return self.tensors[name]
 
     def _from_gpu(self, name: str, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
-        own = self._pinned.get(name)
-        if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-            own = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = self._pinned.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            own.copy_(tensor, non_blocking=True)
+            copy.copy_(tensor, non_blocking=True)
         self._stream.synchronize()
-        return own
+        return copy
 
     def put_back(self) -> None:
+        """Copy the means to the tensors that copies were made of."""
         with torch.cuda.stream(self._stream):  # of no effect where there is none
             for name, original in self._originals.items():
                 original.copy_(self.tensors[name], non_blocking=True)
@@ -66,5 +74,6 @@ class HostCopies:
             self._stream.synchronize()
 
     def clear(self) -> None:
+        """Forget the tensors of this step."""
         self.tensors.clear()
         self._originals.clear()

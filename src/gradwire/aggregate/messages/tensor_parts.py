@@ -1,4 +1,4 @@
-"""Which tensors share a frame, and how large ones are cut."""
+"""Parts of tensors: what travels together in one message, and which entries of a tensor belong to which rank."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import SMALL, Recipes, recipe_of_tensor
-from gradwire.codecs import Codec
 
 CHUNK = 2**22  # entries: larger tensors are cut, so that one chunk is on its way while the next is encoded
 SUMMED = 2**21  # entries of a chunk whose words are added up on their way: cells of a sketch are met at random
 ALIGNED = 2**12  # entries: where chunks begin, so that buckets and vectors of the codecs stay whole
-Named = Sequence[tuple[str, torch.Tensor]]
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The entries lo … hi of a tensor, in its flat order."""
+class TensorPart:
+    """The entries lo … hi of a named tensor, in its flat order."""
 
     name: str
     tensor: torch.Tensor
@@ -31,97 +29,53 @@ class Part:
 
     @property
     def size(self) -> int:
+        """The number of entries of this part."""
         return self.hi - self.lo
 
     @property
     def whole(self) -> bool:
+        """Whether this part is the whole tensor."""
         return self.size == self.tensor.numel()
 
     @property
     def key(self) -> str:
+        """The tensor's name, followed by the range of entries unless the part is the whole tensor."""
         return self.name if self.whole else f"{self.name}[{self.lo}:{self.hi}]"
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same entries of another tensor of this shape; whole tensors keep their shape."""
+        """Return the same entries of another tensor of this shape; whole tensors keep their shape."""
         return tensor if self.whole else tensor.view(-1)[self.lo : self.hi]
 
     @property
     def entries(self) -> torch.Tensor:
+        """A view of the entries of this part."""
         return self.of(self.tensor)
 
-    def cut(self, pieces: int, aligned: int) -> list[Part]:
-        step = -(-self.size // pieces // aligned) * aligned
+    def cut(self, count: int, aligned: int) -> list[TensorPart]:
+        """Cut the part into at most `count` parts of nearly equal size that begin at multiples of `aligned`."""
+        step = -(-self.size // count // aligned) * aligned
         edges = [*range(self.lo, self.hi, step), self.hi] if step else [self.lo, self.hi]
-        return [Part(self.name, self.tensor, a, b) for a, b in itertools.pairwise(edges)]
+        return [TensorPart(self.name, self.tensor, a, b) for a, b in itertools.pairwise(edges)]
 
 
-def whole(tensors: Named) -> list[Part]:
-    return [Part(name, tensor, 0, tensor.numel()) for name, tensor in tensors]
+def whole_tensors(tensors: NamedTensors) -> list[TensorPart]:
+    """Return every tensor as one part."""
+    return [TensorPart(name, tensor, 0, tensor.numel()) for name, tensor in tensors]
 
 
-@dataclass
-class Piece:
-    """What one frame carries: (a part of) one large tensor, or several with the same recipe."""
-
-    recipe: Recipe
-    codec: Codec  # the recipe's at this step
-    parts: list[Part] = field(default_factory=list)
-
-    @property
-    def names(self) -> list[str]:
-        return [part.name for part in self.parts]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [part.size for part in self.parts]
-
-    def target(self) -> torch.Tensor:
-        """Where frames are decoded to: the part itself, or a flat tensor for several of them."""
-        first = self.parts[0]
-        if len(self.parts) == 1:
-            return first.entries
-        return torch.empty(sum(self.sizes), dtype=first.tensor.dtype)
-
-    def put(self, target: torch.Tensor) -> None:
-        """The tensors become what was decoded."""
-        if len(self.parts) > 1:
-            for part, values in zip(self.parts, target.split(self.sizes), strict=True):
-                own = part.entries
-                own.copy_(values.view(own.shape))
-
-
-def divide(parts: Iterable[Part], recipes: Recipes, clock: int, shares: Mapping[str, float]) -> list[Piece]:
-    """Small tensors share a frame where that changes nothing for any of them, since DDP hands over others together
-    in its first step; tensors that entries are selected from together share one too. All others have their own."""
-    shared: dict[str, Piece] = {}
-    single: list[Piece] = []
-    for part in parts:
-        entries = part.tensor.numel()
-        chosen = recipe_of_tensor(part.name, entries, recipes)
-        codec = chosen.at(clock, shares.get(part.name, 1.0))
-        coded_alone = (codec.converter.lists_segments or codec.converter.elementwise) and not codec.stochastic
-        if chosen.whole_model or (entries < SMALL and coded_alone):
-            piece = shared.setdefault(f"{chosen} {part.tensor.dtype}", Piece(chosen, codec))
-        else:
-            piece = Piece(chosen, codec)
-            single.append(piece)
-        piece.parts.append(part)
-    return [*shared.values(), *single]
-
-
-def messages(tensors: Named, recipes: Recipes) -> list[list[Part]]:
-    """Tensors that travel together, in turn: about a chunk each, large tensors in several."""
-    result: list[list[Part]] = []
+def split_into_messages(tensors: NamedTensors, recipes: Recipes) -> list[list[TensorPart]]:
+    """Distribute tensors over messages of about one chunk each, in their order; large tensors are cut."""
+    result: list[list[TensorPart]] = []
     filled = 0
-    for part in whole(tensors):
-        chosen = recipe_of_tensor(part.name, part.size, recipes)
-        most = SUMMED if chosen.sums else CHUNK
-        # What is selected from a whole tensor, or corrected as a whole, is not cut.
-        uncut = chosen.codec.converter.selects or chosen.mask or chosen.clip
-        count = 1 if uncut else math.ceil(part.size / most)
+    for part in whole_tensors(tensors):
+        recipe = recipe_of_tensor(part.name, part.size, recipes)
+        limit = SUMMED if recipe.sums else CHUNK
+        # A codec that selects from a whole tensor, or a corrector that looks at all of it, needs it uncut.
+        uncut = recipe.codec.converter.selects or recipe.mask or recipe.clip
+        count = 1 if uncut else math.ceil(part.size / limit)
         for chunk in part.cut(count, ALIGNED) if count > 1 else [part]:
             entries = 0 if uncut else chunk.size  # what is selected is few bytes
-            if not result or filled + entries > most + most // 8:
+            if not result or filled + entries > limit + limit // 8:
                 result.append([])
                 filled = 0
             result[-1].append(chunk)
@@ -129,8 +83,11 @@ def messages(tensors: Named, recipes: Recipes) -> list[list[Part]]:
     return result
 
 
-def owners(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """The rank of each tensor that is too small to be cut for all: the one with the least to do, largest first."""
+def owners_of_small_tensors(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """Return the owner of each tensor that is too small to be cut for all ranks.
+
+    Tensors are given out from the largest to the smallest, each to the rank that has the fewest entries so far.
+    """
     loads = [0] * world
     result = {}
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -140,22 +97,33 @@ def owners(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     return result
 
 
-def shards(parts: Iterable[Part], world: int, owned: Mapping[str, int]) -> list[list[Part]]:
-    """One list for each rank: large parts are cut for all, each smaller one belongs to one of them.
+def shards_for_ranks(parts: Iterable[TensorPart], world: int, owners: Mapping[str, int]) -> list[list[TensorPart]]:
+    """Return one list of parts for each rank: large parts are cut for all ranks, each smaller one has one owner.
 
-    Which entries a rank gets depends on the parameter alone, not on what it travels with.
+    Which entries a rank gets depends on the parameter alone, not on what it travels with, so that an owner's error
+    memory stays right when DDP rebuilds its buckets.
     """
-    result: list[list[Part]] = [[] for _ in range(world)]
+    result: list[list[TensorPart]] = [[] for _ in range(world)]
     for part in parts:
         if part.size >= world * SMALL:
-            for rank, cut in enumerate(part.cut(world, 64)):
-                result[rank].append(cut)
+            for rank, shard in enumerate(part.cut(world, 64)):
+                result[rank].append(shard)
         else:
-            result[owned.get(part.name, zlib.crc32(part.name.encode()) % world)].append(part)
+            result[owners.get(part.name, zlib.crc32(part.name.encode()) % world)].append(part)
     return result
 
 
-def fingerprint(pieces: Iterable[Piece]) -> int:
-    """A number that differs where ranks would send different tensors, or code them differently."""
-    text = ";".join(f"{p.recipe}:{[(q.key, tuple(q.tensor.shape)) for q in p.parts]}" for p in pieces)
-    return zlib.crc32(text.encode())
+def lay_out(row: torch.Tensor, parts: Iterable[TensorPart]) -> None:
+    """Copy the entries of the parts to the front of a flat tensor, one part after the other."""
+    position = 0
+    for part in parts:
+        row[position : position + part.size] = part.entries.view(-1)
+        position += part.size
+
+
+def take_from(row: torch.Tensor, parts: Iterable[TensorPart]) -> None:
+    """Copy the front of a flat tensor to the entries of the parts: what `lay_out` did, backwards."""
+    position = 0
+    for part in parts:
+        part.entries.copy_(row[position : position + part.size].view(part.entries.shape))
+        position += part.size

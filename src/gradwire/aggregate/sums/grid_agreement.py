@@ -122,6 +122,10 @@ class Sizes:
     unions: deque[Mapping[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     guessed: bool = True  # as the sum of what the ranks have
 
+    def guess(self, blocks: Mapping[int, int]) -> None:
+        """Begin with a guess of the first union, by number of lanes: what all ranks have together."""
+        self.unions.append(blocks)
+
     def learn(self, blocks: Mapping[int, int]) -> None:
         if self.guessed:
             self.unions.clear()

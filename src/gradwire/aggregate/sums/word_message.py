@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +10,15 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import Part, Piece, fingerprint
+from gradwire.aggregate.messages.frame_coding import frame_seed
+from gradwire.aggregate.messages.frame_plan import FramePlan, fingerprint
+from gradwire.aggregate.messages.message_coder import MessageCoder
+from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.sums.grid_agreement import EXPONENT_WORDS, NOT_FINITE, PartSummary, Scale
 from gradwire.catalogue.recipe import Recipe
 from gradwire.convert.conversion import Job, NonFinite
 from gradwire.convert.homomorphic import WHOLE, Homomorphic
 from gradwire.convert.topk import TopK
-from gradwire.engine.log import Error
 from gradwire.homomorphic import code
 from gradwire.homomorphic.grid import Grid, exponent_of
 from gradwire.homomorphic.plan import LANES
@@ -28,30 +28,33 @@ NO_POSITIONS, NO_WORDS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype
 
 @dataclass
 class Words:
-    """This rank's nonzero words of a message, and what it tells the others of each part."""
+    """The nonzero words of this rank's message with their positions, and what it tells the others about each part."""
 
     positions: torch.Tensor
     values: torch.Tensor
     told: list[PartSummary]
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The words there, zeros among them."""
-        found = torch.searchsorted(self.positions, positions).clamp_(max=max(0, len(self.positions) - 1))
+        """Return this rank's words at the given positions; zeros where it has none."""
+        nearest = torch.searchsorted(self.positions, positions).clamp_(max=max(0, len(self.positions) - 1))
         if not len(self.positions):
             return torch.zeros(len(positions), dtype=torch.int32)
-        return torch.where(self.positions[found] == positions, self.values[found], 0)
+        return torch.where(self.positions[nearest] == positions, self.values[nearest], 0)
 
 
-class Message:
-    """Parts that travel together, as words."""
+class WordMessage:
+    """Parts of tensors that travel together, as words that can be added up.
 
-    def __init__(self, mean: Mean, parts: Sequence[Part]):
-        self.mean, self.parts = mean, parts
-        self.recipe = mean.own_recipe(parts[0])
+    It lives for one exchange of one message, in the thread that runs it.
+    """
+
+    def __init__(self, coder: MessageCoder, parts: Sequence[TensorPart]):
+        self.coder, self.parts = coder, parts
+        self.recipe = coder.recipes.of_part(parts[0])
         self.converter = converter_of(self.recipe)
         self.top = None if self.converter.p is None else TopK(self.converter.p)
         self.limits = bool(self.recipe.decay)  # what is beyond a grid waits in an error memory
-        self.layout = fingerprint([Piece(self.recipe, self.recipe.codec, list(parts))])
+        self.layout = fingerprint([FramePlan(self.recipe, self.recipe.codec, list(parts))])
         self.print = 0
         self.ored, self.added = EXPONENT_WORDS * len(parts), 1 + 2 * len(parts)  # words in front of index and sketch
         per_word = 32 // self.converter.bits
@@ -61,11 +64,11 @@ class Message:
 
     @property
     def lanes(self) -> Sequence[int]:
-        """Of blocks. The largest entries are few, however they lie; how many blocks they fill varies."""
+        """The block sizes to choose from: one alone for selected entries, since how many blocks they fill varies."""
         return LANES if self.top is None else LANES[:1]
 
     def most_words(self, world: int) -> int | None:
-        """That a union can have, where each rank selects a few."""
+        """Return the most words that the union of all ranks can have; None where not only a few are selected."""
         if self.top is None:
             return None
         most = 0
@@ -75,20 +78,22 @@ class Message:
         return most
 
     def settle(self, scales: Sequence[Scale]) -> None:
-        """What is sent is told apart from all else by its layout, the step and the grids."""
-        text = f"{self.layout} {self.mean.steps} {[scale.saved().tolist() for scale in scales]}"
+        """Fix the fingerprint of what is sent: it depends on the layout, the step and the grids."""
+        text = f"{self.layout} {self.coder.ledger.steps} {[scale.saved().tolist() for scale in scales]}"
         self.print = zlib.crc32(text.encode())
 
-    def encode(self, given: Sequence[bool], used: Sequence[Grid]) -> Words:
+    def encode(self, present: Sequence[bool], grids: Sequence[Grid]) -> Words:
+        """Return the words of the parts that are present, each on its grid, and update their error memories."""
         told: list[PartSummary] = []
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        for part, start, here, grid_of_part in zip(self.parts, self.edges, given, used, strict=False):
-            if here:
-                at, words, own = self._encode_part(part, *self._sources(part), grid_of_part)
+        for part, start, is_present, grid in zip(self.parts, self.edges, present, grids, strict=False):
+            summary = PartSummary()
+            if is_present:
+                at, words, summary = self._encode_part(part, *self._sources(part), grid)
                 positions.append(at + start)
                 values.append(words)
-            told.append(own if here else PartSummary())
+            told.append(summary)
         if not positions or any(part.exponent == NOT_FINITE for part in told):
             return Words(NO_POSITIONS, NO_WORDS, told)
         if len(positions) == 1:
@@ -96,13 +101,14 @@ class Message:
         return Words(torch.cat(positions), torch.cat(values), told)
 
     def _encode_part(
-        self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None, used: Grid
-    ) -> tuple[torch.Tensor, torch.Tensor, PartSummary]:
+        self, part: TensorPart, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None,
+        used: Grid,
+    ) -> tuple[torch.Tensor, torch.Tensor, PartSummary]:  # fmt: skip
         # A mean beyond the range of the tensor's dtype would be infinite: what is beyond it waits, too.
         most = int(min(used.most, torch.finfo(part.tensor.dtype).max / used.step))
         seed = None
         if self.converter.stochastic:
-            seed = (self.mean.steps << 32) + zlib.crc32(f"{self.mean.rank}:{part.key}".encode())
+            seed = frame_seed(self.coder.ledger.steps, str(self.coder.rank), part.key)
         if self.top is None or part.tensor.numel() < WHOLE:
             at, words, exponent, squares = kernels.quantize_all(
                 gradient, before, after, self.recipe.decay, used.step, most, used.bits, seed
@@ -136,18 +142,21 @@ class Message:
         self._measure(part, gradient, before, after)
         return at, words, told
 
-    def _sources(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def _sources(self, part: TensorPart) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         gradient = part.entries.reshape(-1).float()
         if not self.recipe.decay:
             return gradient, None, None
-        before, after = self.mean.residual.buffers(part.name, part.tensor)
+        before, after = self.coder.memories.errors.buffers(part.name, part.tensor)
         return gradient, part.of(before).view(-1), part.of(after).view(-1)
 
-    def survey(self, given: Sequence[bool]) -> tuple[list[PartSummary], dict[int, int]]:
-        """What the ranks have to know of this one before they send anything."""
+    def survey(self, present: Sequence[bool]) -> tuple[list[PartSummary], dict[int, int]]:
+        """Return what the other ranks have to know of this one before anything is sent for the first time.
+
+        That is the largest exponent and the mean square of each part, and how many blocks of each size are not zero.
+        """
         told, counts = [], dict.fromkeys(LANES, 0)
-        for part, start, here in zip(self.parts, self.edges, given, strict=False):
-            if not here:
+        for part, start, is_present in zip(self.parts, self.edges, present, strict=False):
+            if not is_present:
                 told.append(PartSummary())
                 continue
             gradient, before, _ = self._sources(part)
@@ -159,42 +168,43 @@ class Message:
                 counts = {lanes: count + most for lanes, count in counts.items()}
             else:
                 at = torch.nonzero(gradient).flatten() // (32 // self.converter.bits)
-                here_too = code.blocks(at.unique_consecutive() + start, self.words)
-                counts = {lanes: count + here_too[lanes] for lanes, count in counts.items()}
+                blocks = code.blocks(at.unique_consecutive() + start, self.words)
+                counts = {lanes: count + blocks[lanes] for lanes, count in counts.items()}
         return told, counts
 
     def _measure(
-        self, part: Part, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None
+        self, part: TensorPart, gradient: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None
     ) -> None:
-        """The error of what is sent, which the error memory holds."""
-        if self.mean.measured is None or before is None or after is None:
+        """Measure the error of what is sent: the error memory holds it."""
+        if not self.coder.probe.active or before is None or after is None:
             return
         wanted = gradient + self.recipe.decay * before
         squared, norm = float(after.double().square().sum()), float(wanted.double().square().sum())
-        self.mean.measured.setdefault(part.name, Error()).add(squared, norm, 0)
+        self.coder.probe.add(part.name, squared, norm, 0)
 
     def spoil(self) -> None:
-        """A rank had a NaN or an infinity: all have, and nobody's memory counts."""
-        self.mean.finite = False
+        """Fill the parts with NaN, because a rank had a NaN or an infinity: all ranks see it, and roll back."""
+        self.coder.ledger.note_finite(False)
         for part in self.parts:
             part.entries.fill_(float("nan"))
 
-    def put(self, positions: torch.Tensor, values: torch.Tensor, used: Sequence[Grid], world: int) -> None:
-        start = time.perf_counter()
+    def put(self, positions: torch.Tensor, sums: torch.Tensor, grids: Sequence[Grid], world: int) -> None:
+        """Replace the parts by the means of `world` ranks, from the positions and values of their summed words."""
         cuts = torch.searchsorted(positions, torch.tensor(self.edges)).tolist()
         for i, part in enumerate(self.parts):
-            own = part.entries
-            out = own.view(-1) if own.dtype == torch.float32 else torch.empty(part.size)
+            entries = part.entries
+            is_fp32 = entries.dtype == torch.float32
+            out = entries.view(-1) if is_fp32 else torch.empty(part.size, dtype=torch.float32)
             out.zero_()
-            at, edge = slice(cuts[i], cuts[i + 1]), self.edges[i]
-            places = positions[at] - edge if edge else positions[at]
-            kernels.put_words(out, places, values[at], used[i].bits, used[i].step / world)
-            if own.dtype != torch.float32:
-                own.copy_(out.view(own.shape))
-        self.mean.decode_s += time.perf_counter() - start
+            within, edge = slice(cuts[i], cuts[i + 1]), self.edges[i]
+            at = positions[within] - edge if edge else positions[within]
+            kernels.put_words(out, at, sums[within], grids[i].bits, grids[i].step / world)
+            if not is_fp32:
+                entries.copy_(out.view(entries.shape))
 
 
 def converter_of(recipe: Recipe) -> Homomorphic:
+    """Return the converter of a recipe whose words can be added up."""
     converter = recipe.codec.converter
     assert isinstance(converter, Homomorphic)
     return converter

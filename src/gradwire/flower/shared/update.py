@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from gradwire import codecs, kernels
-from gradwire.aggregate.messages.mean import Mean
-from gradwire.aggregate.messages.tensor_parts import whole
-from gradwire.aggregate.transport.message_prefix import PREFIX
+from gradwire.aggregate.messages.message_coder import encode_frames
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.aggregate.messages.tensor_parts import whole_tensors
 from gradwire.catalogue.all_recipes import recipe
 from gradwire.catalogue.spec_by_name import SMALL, Spec
 from gradwire.codecs import CONVERTIBLE
@@ -56,31 +56,28 @@ def encode(
     there were, and `seed` differs between clients.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    mean = Mean(full_spec(spec))
-    mean.rank, mean.steps = seed, steps
-    residual = Residual()  # not the mean's own, for which masks of momentum would be made
-    residual.load_state_dict({"memory": dict(memory or {})})
+    recipes, errors = ModelRecipes(full_spec(spec)), Residual()
+    errors.load_state_dict({"memory": dict(memory or {})})
     tensors = [(name, t.detach().float().contiguous()) for name, t in differences.items() if t.numel()]
     for name, tensor in tensors:
         if not np.isfinite(kernels.absmax(tensor.view(-1))):
             raise GradwireError(f"the update of {name!r} holds a NaN or an infinity: the training has diverged")
-    mean.know_model(tensors)
+    recipes.know_model(tensors)
     # What did not change and has nothing left in memory would only cost a header.
-    moved = [(name, t) for name, t in tensors if name in residual.memory or kernels.absmax(t.view(-1))]
-    pieces = mean.divide(whole(moved))
-    block, length = mean.encode("update", pieces, memory=residual)
-    entries = [varint(2 * len(p.parts)) + b"".join(varint(numbers[n]) for n in p.names) for p in pieces]
+    moved = [(name, t) for name, t in tensors if name in errors.memory or kernels.absmax(t.view(-1))]
+    plans = recipes.plan_frames(whole_tensors(moved), steps)
+    frames = encode_frames(plans, recipes, errors, steps, seed)
+    entries = [varint(2 * len(p.parts)) + b"".join(varint(numbers[n]) for n in p.names) for p in plans]
     exact: dict[torch.dtype, list[str]] = {}
     for name, value in values.items():
         if value.numel():
             exact.setdefault(value.dtype, []).append(name)
-    frames = block[PREFIX : PREFIX + length].numpy().tobytes()
     for group in exact.values():
         entries.append(varint(2 * len(group) + 1) + b"".join(varint(numbers[n]) for n in group))
         flat = torch.cat([values[name].detach().reshape(-1) for name in group])
         frames += recipe("none").codec.encode(flat)
-    residual.commit()
-    return Encoded(varint(len(entries)) + b"".join(entries) + frames, residual.memory)
+    errors.commit()
+    return Encoded(varint(len(entries)) + b"".join(entries) + frames, errors.memory)
 
 
 def decode(

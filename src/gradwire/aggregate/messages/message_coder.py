@@ -1,0 +1,191 @@
+"""The messages of one rank in every step: its tensors with all corrections to frames, and the frames of all to means.
+
+This is where `correct → convert → compress` is put together for DDP, DataParallel and LocalSGD. The stateless part is
+in `frame_coding.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire import codecs
+from gradwire.aggregate.messages.error_probe import ErrorProbe
+from gradwire.aggregate.messages.frame_coding import (
+    MemorySlot,
+    decode_frames,
+    encode_frame,
+    frame_seed,
+    most_frame_bytes,
+)
+from gradwire.aggregate.messages.frame_plan import FramePlan
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.aggregate.messages.step_ledger import StepLedger
+from gradwire.aggregate.messages.tensor_parts import TensorPart
+from gradwire.aggregate.transport.message_prefix import PREFIX
+from gradwire.correct.error_memory import Residual
+from gradwire.correct.worker_memories import WorkerMemories
+
+
+class MessageCoder:
+    """Codes the messages of one rank, with the recipes, memories, ledger and probe that it is given.
+
+    `encode` and `decode` are called by one thread at a time: the exchange thread, or the training's where there is
+    none. What they write to the memories counts after `end_step` only. Tensors are replaced by means in place.
+    """
+
+    def __init__(
+        self, recipes: ModelRecipes, memories: WorkerMemories, ledger: StepLedger, rank: int, world: int,
+        probe: ErrorProbe | None = None,
+    ):  # fmt: skip
+        self.recipes, self.memories, self.ledger = recipes, memories, ledger
+        self.rank, self.world = rank, world
+        self.probe = probe or ErrorProbe()
+        self._blocks: dict[Hashable, torch.Tensor] = {}
+
+    def plan(self, parts: Sequence[TensorPart]) -> list[FramePlan]:
+        """Return the frames that these parts are sent in at this step."""
+        return self.recipes.plan_frames(parts, self.ledger.steps)
+
+    # ── encoding ──
+
+    def encode(self, key: Hashable, plans: Sequence[FramePlan], note: bytes = b"") -> tuple[torch.Tensor, int]:
+        """Return a block with room for a prefix, then the note and the frames; and the length of both without prefix.
+
+        Gradients are clipped and accelerated, and this rank's error memory is added and updated. The block belongs to
+        the key: the next message with the same key is written over this one.
+        """
+        return self._encode_block(key, plans, note, self.corrected, self._encode_gradients)
+
+    def encode_means(
+        self, key: Hashable, plans: Sequence[FramePlan], note: bytes, memory: Residual
+    ) -> tuple[torch.Tensor, int]:
+        """Do the same with the means of this rank's shards: they have an error memory of their own, and are sent as
+        they are."""
+
+        def encode(plan: FramePlan, means: list[torch.Tensor], out: torch.Tensor) -> int:
+            return encode_frame(plan, means, _slots(plan, memory), self._seed(plan, "sum:"), out)
+
+        return self._encode_block(key, plans, note, lambda part: part.entries, encode)
+
+    def _encode_block(
+        self, key: Hashable, plans: Sequence[FramePlan], note: bytes,
+        values_of: Callable[[TensorPart], torch.Tensor],
+        encode: Callable[[FramePlan, list[torch.Tensor], torch.Tensor], int],
+    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        with self.ledger.encoding():
+            values = [[values_of(part) for part in plan.parts] for plan in plans]
+            start = PREFIX + len(note)
+            most = sum(p.codec.max_frame_bytes(t) for p, tensors in zip(plans, values, strict=True) for t in tensors)
+            block = self._block(key, start + most)
+            if note:
+                block[PREFIX:start] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+            end = start
+            for plan, tensors in zip(plans, values, strict=True):
+                end += encode(plan, tensors, block[end:])
+            self.ledger.count_frame_bytes(end - start)
+        return block, end - PREFIX
+
+    def _block(self, key: Hashable, size: int) -> torch.Tensor:
+        block = self._blocks.get(key)
+        if block is None or len(block) < size:
+            block = self._blocks[key] = torch.empty(size + size // 16 + 1024, dtype=torch.uint8)
+        return block
+
+    def _encode_gradients(self, plan: FramePlan, gradients: list[torch.Tensor], out: torch.Tensor) -> int:
+        memory = _slots(plan, self.memories.errors)
+        length = encode_frame(plan, gradients, memory, self._seed(plan), out)
+        self.probe.measure(plan, gradients, memory, out[:length])
+        if plan.recipe.mask:
+            sent = codecs.decode(out[:length]).reshape(-1) != 0
+            for part, sent_of_part in zip(plan.parts, sent.split(plan.sizes), strict=True):
+                self.memories.note_sent(part.name, sent_of_part, part.lo)
+        return length
+
+    def _seed(self, plan: FramePlan, purpose: str = "") -> int:
+        return frame_seed(self.ledger.steps, f"{purpose}{self.rank}", plan.key)
+
+    def corrected(self, part: TensorPart) -> torch.Tensor:
+        """Return the part's entries, clipped, or the velocity that they add to, as its recipe asks."""
+        tensor = clipped(part, self.recipes, self.memories.scale, self.world)
+        masks = self.recipes.of_part(part).mask
+        return part.of(self.memories.accelerated(part.name, tensor) if masks else tensor)
+
+    # ── decoding ──
+
+    def decode(
+        self, sender: int, frames: np.ndarray, plans: Sequence[FramePlan], targets: Sequence[torch.Tensor],
+        weight: float, accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Add a rank's frames, times `weight`, to the targets, or put them there."""
+        with self.ledger.decoding():
+            self.ledger.note_finite(decode_frames(sender, frames, plans, targets, weight, accumulate))
+
+    def average(self, plans: Sequence[FramePlan], arrived: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Replace the tensors by the mean of the frames that these ranks sent, added up in this order."""
+        targets = [plan.target() for plan in plans]
+        for i, (sender, frames) in enumerate(arrived):
+            self.decode(sender, frames, plans, targets, 1 / len(arrived), accumulate=i > 0)
+        for plan, target in zip(plans, targets, strict=True):
+            if arrived:
+                plan.put(target)
+
+    # ── the end of a step ──
+
+    def end_step(self) -> None:
+        """Commit the memories if all ranks sent finite numbers, or roll them back; the next step begins."""
+        self.memories.commit() if self.ledger.finite else self.memories.rollback()
+        self.ledger.end_step()
+
+    def abandon_step(self) -> None:
+        """Roll back the memories of a step that failed."""
+        self.memories.rollback()
+        self.ledger.abandon_step()
+
+    # ── what is saved ──
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and this rank's memories, by parameter name."""
+        return {"steps": self.ledger.steps, **self.memories.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
+        """Go on from a saved state; `names` are the parameters of the model."""
+        self.memories.load_state_dict(state, names)
+        self.ledger.resume_at(int(state.get("steps", 0)))
+
+
+def encode_frames(plans: Sequence[FramePlan], recipes: ModelRecipes, errors: Residual, step: int, sender: int) -> bytes:
+    """Return the frames of one update that is sent by itself, as Flower's clients do, and update the error memory.
+
+    It counts from `errors.commit()` on.
+    """
+    values = [[part.of(clipped(part, recipes, 1.0, 1)) for part in plan.parts] for plan in plans]
+    out = torch.empty(most_frame_bytes(plans), dtype=torch.uint8)
+    end = 0
+    for plan, tensors in zip(plans, values, strict=True):
+        end += encode_frame(plan, tensors, _slots(plan, errors), frame_seed(step, str(sender), plan.key), out[end:])
+    return out[:end].numpy().tobytes()
+
+
+def clipped(part: TensorPart, recipes: ModelRecipes, scale: float, world: int) -> torch.Tensor:
+    """Return the part's tensor, scaled down to its share of the norm that the recipe allows to the whole model.
+
+    A tensor's share of the norm goes by its size, and each of `world` ranks has its share of the mean's.
+    """
+    tensor, limit = part.tensor, recipes.of(part.name).clip
+    if limit:
+        limit = limit * scale * (tensor.numel() / recipes.total / world) ** 0.5
+        norm = float(tensor.float().norm())
+        tensor = tensor * (limit / norm) if norm > limit else tensor
+    return tensor
+
+
+def _slots(plan: FramePlan, memory: Residual) -> list[MemorySlot]:
+    """Return the error memory of each part, or nothing if the recipe has none."""
+    if not plan.recipe.decay:
+        return []
+    buffers = [memory.buffers(part.name, part.tensor) for part in plan.parts]
+    return [MemorySlot(p.of(before), p.of(after)) for p, (before, after) in zip(plan.parts, buffers, strict=True)]

@@ -1,0 +1,71 @@
+"""Messages that leave out tensors without a gradient: coded, and averaged as if the missing ones were zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from gradwire.aggregate.messages import present_tensors
+from gradwire.aggregate.messages.frame_coding import most_frame_bytes, unusable_message
+from gradwire.aggregate.messages.frame_plan import FramePlan, fingerprint, only_present
+from gradwire.aggregate.messages.message_coder import MessageCoder
+from gradwire.aggregate.messages.step_tensors import StepTensors
+from gradwire.aggregate.transport.message_prefix import Subject
+from gradwire.errors import FrameError
+
+
+class PartialMessages:
+    """Codes messages of one rank with a note in front that says which tensors they carry."""
+
+    def __init__(self, coder: MessageCoder, tensors: StepTensors):
+        self.coder, self.tensors = coder, tensors
+
+    def subject(self, plans: Sequence[FramePlan]) -> Subject:
+        """Return what the messages of all ranks must be about, and the most bytes that one can have."""
+        note = present_tensors.most_bytes(sum(len(plan.parts) for plan in plans))
+        return Subject(self.coder.ledger.steps, fingerprint(plans), note + most_frame_bytes(plans))
+
+    def encode(self, key: Hashable, plans: Sequence[FramePlan]) -> tuple[torch.Tensor, int]:
+        """Return a block with this rank's message, and the length of the message."""
+        present = [self.tensors.has_gradient(part) for plan in plans for part in plan.parts]
+        return self.coder.encode(key, only_present(plans, present), present_tensors.pack(present))
+
+    def average(self, arrived: Sequence[tuple[int, np.ndarray]], plans: Sequence[FramePlan]) -> list[bool]:
+        """Replace the parts by the means of these ranks' messages; return which parts were in any of them."""
+        parts = [part for plan in plans for part in plan.parts]
+        opened = [(sender, *self._opened(sender, message, len(parts))) for sender, message in arrived]
+        if all(all(present) for _, present, _ in opened):
+            sent = [True] * len(parts)
+            self.coder.average(plans, [(sender, frames) for sender, _, frames in opened])
+        else:
+            sent = [False] * len(parts)
+            for sender, present, frames in opened:
+                values = self._decoded_parts(sender, frames, only_present(plans, present), 1 / len(arrived))
+                for i in (i for i, is_present in enumerate(present) if is_present):
+                    entries = parts[i].entries
+                    decoded = next(values).view(entries.shape)
+                    entries.add_(decoded) if sent[i] else entries.copy_(decoded)  # as if all ranks had sent all parts
+                    sent[i] = True
+            for part, was_sent in zip(parts, sent, strict=True):
+                if not was_sent:
+                    part.entries.zero_()
+        self.tensors.note_sent(part.name for part, was_sent in zip(parts, sent, strict=True) if was_sent)
+        return sent
+
+    def _opened(self, sender: int, message: np.ndarray, count: int) -> tuple[list[bool], np.ndarray]:
+        try:
+            return present_tensors.unpack(message, count)
+        except FrameError as error:
+            raise unusable_message(sender, error) from error
+
+    def _decoded_parts(
+        self, sender: int, frames: np.ndarray, plans: list[FramePlan], weight: float
+    ) -> Iterator[torch.Tensor]:
+        """Yield what a message says of each of its parts, times `weight`."""
+        wide = [torch.promote_types(plan.parts[0].tensor.dtype, torch.float32) for plan in plans]
+        targets = [torch.empty(sum(plan.sizes), dtype=dtype) for plan, dtype in zip(plans, wide, strict=True)]
+        self.coder.decode(sender, frames, plans, targets, weight, accumulate=False)
+        for plan, target in zip(plans, targets, strict=True):
+            yield from target.split(plan.sizes)

@@ -1,0 +1,50 @@
+"""What a model and its recipes must be like for gradients to be averaged in every step."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.errors import GradwireError, SpecError
+
+
+def check_recipes(recipes: ModelRecipes, model_is_known: bool) -> None:
+    """Raise SpecError for a recipe that a hook cannot follow, or that needs the model where it is not known."""
+    for recipe in recipes.by_pattern.values():
+        name = recipe.name
+        if recipe.delayed:
+            raise SpecError(f"{name} {recipe.delayed}: use gradwire.LocalSGD, not a hook of DDP")
+        if recipe.clip and not model_is_known:
+            raise SpecError(f"{name} clips by the whole model's norm, so it needs the model: State(spec, model)")
+        if recipe.power != 1 and not model_is_known:
+            raise SpecError(f"{name} shares the whole model's budget, so it needs the model: State(spec, model)")
+
+
+def check_dtypes(named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise GradwireError for trained parameters whose gradients cannot be encoded."""
+    for name, parameter in named:
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise GradwireError(
+                f"{name!r} is {parameter.dtype}, whose gradients cannot be encoded: make it a real parameter with a "
+                f"last dimension of two (torch.view_as_real), and view it as complex in the forward pass"
+            )
+
+
+def check_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> torch.optim.Optimizer:
+    """Return the optimizer whose momentum a recipe takes over, or raise SpecError if it cannot be taken over.
+
+    `names` holds the names of the model's parameters by their ids.
+    """
+    if optimizer is None:
+        raise SpecError(
+            "this recipe masks momentum where it sends, and a hook cannot see the optimizer: pass optimizer= to "
+            "attach, use gradwire.LocalSGD, or switch it off in the spec (mask=off)"
+        )
+    if not names:
+        raise SpecError("a recipe that masks momentum needs the model too: State(spec, model, optimizer=…)")
+    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(names):
+        raise SpecError(
+            "the optimizer also holds parameters of another model, whose momentum would be lost: "
+            "give this model an optimizer of its own"
+        )
+    return optimizer
