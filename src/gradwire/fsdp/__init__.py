@@ -2,4 +2,6 @@
 
 from gradwire.fsdp.handle import FSDPHandle, attach
 
-__all__ = ["FSDPHandle", "attach"]
+Handle = FSDPHandle  # its public name
+
+__all__ = ["FSDPHandle", "Handle", "attach"]
