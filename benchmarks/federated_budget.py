@@ -40,8 +40,8 @@ class Budgeted(OneProcess):
         for context, budget in zip(self.contexts.values(), BUDGETS, strict=True):
             context.node_config["upload-budget"] = budget
 
-    def handled(self, message: Message, context: Context) -> Message:
-        reply = super().handled(message, context)
+    def reply_of_client(self, message: Message, context: Context) -> Message:
+        reply = super().reply_of_client(message, context)
         if reply.has_error():
             raise SystemExit(reply.error.reason)
         if message.metadata.message_type.startswith("train"):

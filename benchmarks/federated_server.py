@@ -36,7 +36,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from accuracy import ResNet18
 from gradwire.flower import Wire, compress
-from gradwire.flower.one_process import OneProcess, apart, together
+from gradwire.flower.one_process import OneProcess, from_objects, to_objects
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import open_update
 from machine import processor
@@ -57,11 +57,11 @@ class Recording(OneProcess):
         super().__init__(client, DISTINCT)
         self.recorded: list[Objects] = []
 
-    def handled(self, message: Message, context: Context) -> Message:
-        reply = super().handled(message, context)
+    def reply_of_client(self, message: Message, context: Context) -> Message:
+        reply = super().reply_of_client(message, context)
         if reply.has_error():
             raise SystemExit(reply.error.reason)
-        self.recorded.append(apart(reply))
+        self.recorded.append(to_objects(reply))
         return reply
 
 
@@ -82,7 +82,7 @@ class Arrived(OneProcess):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         start = time.process_time()
-        replies = [together(self.replies[int(i) % len(self.replies)]) for i in message_ids]
+        replies = [from_objects(self.replies[int(i) % len(self.replies)]) for i in message_ids]
         for i, reply in zip(message_ids, replies, strict=True):
             reply.metadata.__dict__.update(_reply_to_message_id=i, _src_node_id=self.asked[i])
         self.seconds = time.process_time() - start
@@ -144,7 +144,7 @@ def round_of(model: State, replies: list[Objects], clients: int, compressed: boo
 
 def expected(model: State, replies: list[Objects], clients: int) -> State:
     """The mean that FedAvg should come to, one client after the other in fp64."""
-    messages = [together(objects) for objects in replies]
+    messages = [from_objects(objects) for objects in replies]
     weights = [
         message.content["metrics"]["num-examples"] * len(range(i, clients, len(messages)))
         for i, message in enumerate(messages)

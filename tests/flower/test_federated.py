@@ -28,7 +28,7 @@ from gradwire.tasks.federated import client
 from gradwire.tasks.federated.apps import apps
 from gradwire.tasks.federated.run import FederatedRun
 from gradwire.tasks.federated.settings import FederatedSettings
-from gradwire.tasks.federated.stoppable import Stoppable, Stopped
+from gradwire.tasks.federated.stoppable import StoppableGrid, Stopped
 
 pytestmark = pytest.mark.skipif(
     bool(os.environ.get("GRADWIRE_NO_NATIVE")), reason="takes minutes on the reference kernels"
@@ -144,7 +144,7 @@ def test_a_server_app_can_be_stopped_while_it_waits() -> None:
     with pytest.raises(Stopped):
         server_app(grid, None)  # type: ignore[arg-type]
     with pytest.raises(Stopped):
-        Stoppable(grid, stop).get_node_ids()
+        StoppableGrid(grid, stop).get_node_ids()
 
 
 # ── the command ──

@@ -21,8 +21,11 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import gradwire
 from gradwire import SpecError, flower
-from gradwire.flower.client.state_store import RECORD
+from gradwire.flower.client import mod
+from gradwire.flower.client.error_memory import ErrorMemory
+from gradwire.flower.client.state_store import RECORD, ContextStore
 from gradwire.flower.shared import update
+from gradwire.flower.shared.message import as_bytes_record
 from support.flower_apps import (
     adding_client,
     changed_update,
@@ -148,11 +151,9 @@ def test_what_is_left_out_is_sent_later() -> None:
     """Sum of what arrived + memory = sum of the updates, of a client whose replies all arrive (decay 1)."""
     strategy, client = compressed("stc:decay=1,small=same")
     result, grid = run(strategy, client, clients=2, rounds=6)
-    store = flower.store.InContext(grid.contexts[1], strategy.wire.training)
+    store = ContextStore(grid.contexts[1], strategy.wire.training)
     left = [
-        flower.memory.ErrorMemory(flower.store.InContext(c, strategy.wire.training)).settle(
-            [strategy.wire.accepted[node]]
-        )
+        ErrorMemory(ContextStore(c, strategy.wire.training)).settle([strategy.wire.accepted[node]])
         for node, c in grid.contexts.items()
     ]
     assert store.read("settled") is not None
@@ -179,7 +180,7 @@ def test_clients_without_the_mod_send_raw_arrays() -> None:
 
 
 def test_servers_without_the_wrapper_get_raw_arrays(caplog: pytest.LogCaptureFixture) -> None:
-    flower.mod._said.clear()
+    mod._warnings_given.clear()
     with caplog.at_level(logging.WARNING, logger="flwr"):
         logging.getLogger("flwr").propagate = True
         result, _ = run(FedAvg(), adding_client([flower.compress("co3")]))
@@ -276,7 +277,7 @@ def test_lengths_are_those_of_all_objects(length: int) -> None:
     """Of updates too, which are not hashed to be measured."""
     data = np.random.default_rng(0).bytes(length)
     records = {
-        "arrays": flower.message.as_bytes_record(data),
+        "arrays": as_bytes_record(data),
         "raw": ArrayRecord({"zeros": Array(np.zeros(3_000_000)), "again": Array(np.zeros(3))}),
         "metrics": MetricRecord({"loss": 1.0}),
     }

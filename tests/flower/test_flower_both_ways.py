@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from gradwire import GradwireError, SpecError, flower
 from gradwire.flower import message_bytes, one_process
-from gradwire.flower.client.state_store import InContext
-from gradwire.flower.shared.message import NOTE
+from gradwire.flower.client.state_store import ContextStore
+from gradwire.flower.shared import arrays
+from gradwire.flower.shared.message import NOTE, with_records
 from support.flower_apps import Faulty, adding_client, final, run, serve, start_model
 
 
@@ -30,9 +31,9 @@ def test_clients_share_a_copy_of_the_model(download: str) -> None:
     result, grid = run(strategy, adding_client([flower.compress("none")]), clients=4, rounds=8)
     chain, numbers = strategy.wire.models.chain, []
     for context in grid.contexts.values():
-        copy = InContext(context, strategy.wire.training).read("model")
+        copy = ContextStore(context, strategy.wire.training).read("model")
         if copy["number"] == chain.number:
-            assert all(torch.equal(copy["model"][name], t) for name, t in chain.common.items())
+            assert all(torch.equal(copy["model"][name], t) for name, t in chain.shared_copy.items())
         numbers.append(copy["number"])
     assert max(numbers) == chain.number == 8, "each round has a model, and the last one is with those it was sent to"
     stats = strategy.stats()["train"]
@@ -58,12 +59,12 @@ def test_nothing_is_lost_on_the_way_down() -> None:
 
 def test_a_client_that_lost_its_copy_gets_the_whole_model_in_the_same_round() -> None:
     class Forgetful(Faulty):
-        def handled(self, message: Message, context: Context) -> Message:
+        def reply_of_client(self, message: Message, context: Context) -> Message:
             if context.node_id == 2 and message.content["config"]["server-round"] == 3 and not self.forgot:
                 self.forgot = True
                 context.state = RecordDict()
             self.wholes += len(message.content["arrays"]) > 1
-            return super().handled(message, context)
+            return super().reply_of_client(message, context)
 
     strategy = flower.Compressed(FedAvg(fraction_evaluate=0.0), download="co3")
     server, results = serve(strategy, 4)
@@ -78,11 +79,11 @@ def test_a_client_that_lost_its_copy_gets_the_whole_model_in_the_same_round() ->
 
 def test_models_for_single_clients_go_out_whole() -> None:
     class Personal(FedAvg):
-        def configure_train(self, server_round, arrays, config, grid):  # type: ignore[no-untyped-def]
-            for message in super().configure_train(server_round, arrays, config, grid):
-                own = {name: flower.arrays.array(t) for name, t in flower.arrays.tensors(arrays).items()}
-                content = {**message.content, "arrays": flower.arrays.ArrayRecord(own)}
-                yield flower.message.with_records(message, content)
+        def configure_train(self, server_round, model, config, grid):  # type: ignore[no-untyped-def]
+            for message in super().configure_train(server_round, model, config, grid):
+                personal = {name: arrays.array(t) for name, t in arrays.tensors(model).items()}
+                content = {**message.content, "arrays": ArrayRecord(personal)}
+                yield with_records(message, content)
 
     strategy = flower.Compressed(Personal(fraction_evaluate=0.0), download="co3")
     run(strategy, adding_client([flower.compress("co3")]))
@@ -119,10 +120,10 @@ def test_a_node_may_have_a_budget_of_its_own() -> None:
     lengths: dict[int, list[int]] = {1: [], 2: []}
 
     class Nodes(Faulty):
-        def handled(self, message: Message, context: Context) -> Message:
+        def reply_of_client(self, message: Message, context: Context) -> Message:
             if context.node_id == 2:
                 context.node_config["upload-budget"] = "3kB"
-            reply = super().handled(message, context)
+            reply = super().reply_of_client(message, context)
             lengths[context.node_id].append(message_bytes(reply))
             return reply
 
@@ -159,10 +160,10 @@ def instructions(rate: object, rounds: int = 4) -> list[str]:
     seen: list[str] = []
 
     class Listening(Faulty):
-        def handled(self, message: Message, context: Context) -> Message:
+        def reply_of_client(self, message: Message, context: Context) -> Message:
             if context.node_id == 1 and message.metadata.message_type == "train":
                 seen.append(message.content[NOTE]["rate"])
-            return super().handled(message, context)
+            return super().reply_of_client(message, context)
 
     strategy = flower.Compressed(FedAvg(), rate=rate)
     server, _ = serve(strategy, rounds)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
@@ -38,8 +38,8 @@ class Between(Faulty):
         super().__init__(client, clients, reply)
         self.change = change
 
-    def handled(self, message: Message, context: Context) -> Message:
-        return super().handled(self.change(message, context), context)
+    def reply_of_client(self, message: Message, context: Context) -> Message:
+        return super().reply_of_client(self.change(message, context), context)
 
 
 class OwnModels(FedAvg):
@@ -110,7 +110,7 @@ def test_who_pulls_replies_is_told_that_a_client_needs_the_whole_model() -> None
     for round_ in range(1, 5):
         model["conv.weight"] = model["conv.weight"] + 0.01 * torch.randn(40, 130)
         content = {"arrays": ArrayRecord(model), "config": ConfigRecord({"server-round": round_})}
-        message = Message(flower.message.RecordDict(content), 1, "train")
+        message = Message(RecordDict(content), 1, "train")
         if round_ == 3:
             grid.grid.contexts[1].state.clear()
         (reply,) = grid.pull_messages(grid.push_messages([message]))

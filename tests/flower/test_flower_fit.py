@@ -18,7 +18,6 @@ pytest.importorskip("flwr")
 
 from gradwire.catalogue import spec_by_name
 from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_tensor
-from gradwire.flower.client import byte_budget
 from gradwire.flower.client.byte_budget import parse_bytes, within
 from gradwire.flower.shared import update
 from gradwire.kernels.reference import FLOAT_MAX
@@ -84,7 +83,8 @@ def test_a_budget_is_met_used_and_loses_nothing_by_few_encodings(spec, limit, mo
     differences = a_model()
     whole = update.encode(differences, INTEGERS, NAMES, spec)
     calls = []
-    monkeypatch.setattr(byte_budget, "encode", lambda *a: calls.append(1) or update.encode(*a))
+    encode = update.encode
+    monkeypatch.setattr(update, "encode", lambda *a: calls.append(1) or encode(*a))
     found = within(limit, differences, INTEGERS, NAMES, spec)
     assert len(calls) <= 8
     sent = after(found.data)
@@ -167,14 +167,14 @@ def test_the_least_budget_is_named_and_is_enough(spec):
 
 
 def test_the_bytes_of_the_message_around_it_count():
-    found = within(5_000, a_model(), INTEGERS, NAMES, "co3", beside=2_000)
+    found = within(5_000, a_model(), INTEGERS, NAMES, "co3", overhead=2_000)
     assert 2_100 < len(found.data) <= 3_000
     assert found.data == within(3_000, a_model(), INTEGERS, NAMES, "co3").data
     with pytest.raises(GradwireError, match="a budget of 900 bytes is impossible") as error:
-        within(900, a_model(), INTEGERS, NAMES, "co3", beside=10_000)
+        within(900, a_model(), INTEGERS, NAMES, "co3", overhead=10_000)
     least = int(str(error.value).split("at least ")[1].split(",")[0])
     assert least > 10_000
-    within(least, a_model(), INTEGERS, NAMES, "co3", beside=10_000)
+    within(least, a_model(), INTEGERS, NAMES, "co3", overhead=10_000)
 
 
 def test_nothing_to_send_takes_a_byte():

@@ -12,17 +12,18 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 import gradwire
 from gradwire import FrameError, flower
-from gradwire.flower.client.error_memory import fitting
-from gradwire.flower.client.state_store import InContext
+from gradwire.flower.client.error_memory import ErrorMemory, usable
+from gradwire.flower.client.state_store import ContextStore
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import Note, with_records
 from gradwire.frame.byte_fields import varint
 from support.flower_apps import (
+    Faulty,
     adding_client,
     changed_update,
     drift,
@@ -183,18 +184,18 @@ def test_a_mask_of_infinities_that_nobody_changes() -> None:
 
 def test_a_memory_that_fits_no_longer_is_dropped() -> None:
     memory = {"a": torch.ones(3), "b": torch.full((2,), torch.nan), "c": torch.ones(2), "absent": torch.ones(9)}
-    assert set(fitting(memory, {name: torch.zeros(2) for name in "abc"})) == {"c", "absent"}
+    assert set(usable(memory, {name: torch.zeros(2) for name in "abc"})) == {"c", "absent"}
 
 
 @pytest.mark.parametrize("content", [b"junk", {"a": 1}, [1]])
 def test_a_context_of_another_version_is_as_good_as_none(content: object) -> None:
     context = Context(1, 1, {}, RecordDict(), {})
-    store = InContext(context, bytes(8))
+    store = ContextStore(context, bytes(8))
     store.write("settled", content)  # type: ignore[arg-type]
     if isinstance(content, bytes):
         (name,) = context.state["gradwire"]
         context.state["gradwire"] = ArrayRecord({name: Array("uint8", (4,), "torch", content)})
-    assert flower.memory.ErrorMemory(store).settle([b"x" * 8]) == {}
+    assert ErrorMemory(store).settle([b"x" * 8]) == {}
 
 
 @pytest.mark.parametrize("bad", [{"model": 1.5}, {"training": "12345678"}, {"accepted": b"123"}, {"have": -1}])
@@ -209,3 +210,20 @@ def test_a_rate_starts_anew_with_each_training() -> None:
     for _ in range(2):
         run(strategy, adding_client([flower.compress("co3")]), rounds=2)
         assert strategy.wire.rate.intervals == 3 and not rate.informed
+
+
+@pytest.mark.parametrize(("require_same_layout", "rejected"), [(True, [2]), (False, [])])
+def test_only_strategies_that_average_need_replies_of_one_layout(
+    require_same_layout: bool, rejected: list[int]
+) -> None:
+    def more_metrics(reply: Message) -> Message:
+        if reply.metadata.src_node_id == 2:
+            reply.content["more"] = MetricRecord({"seconds": 1.0})
+        return reply
+
+    clients = Faulty(adding_client([flower.compress("co3")]), 3, more_metrics)
+    grid = flower.Wire(clients, require_same_layout=require_same_layout)
+    content = RecordDict({"arrays": ArrayRecord(start_model()), "config": ConfigRecord({"server-round": 1})})
+    replies = list(grid.send_and_receive([Message(content, node, "train") for node in (1, 2, 3)]))
+    assert [reply.metadata.src_node_id for reply in replies if reply.has_error()] == rejected
+    assert sorted(grid.accepted) == [node for node in (1, 2, 3) if node not in rejected]

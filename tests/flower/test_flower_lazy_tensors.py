@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gradwire.errors import FrameError
+from gradwire.flower.server.lazy_tensors import LazyTensors
 from gradwire.flower.shared import update
-from gradwire.flower.shared.lazy_tensors import Later
 
 MODEL = {"large": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)), "small": torch.zeros(10)}
 
@@ -20,16 +20,16 @@ def encoded(scale: float = 1.0) -> bytes:
 
 
 def test_the_same_tensors_later():
-    later = Later()
-    now = update.decode(encoded(), MODEL, later=later)
-    assert list(now) == ["small"] and list(later.tensors) == ["large"]
-    assert torch.equal(later.tensors["large"](), update.decode(encoded(), MODEL)["large"])
+    lazy = LazyTensors()
+    now = update.decode(encoded(), MODEL, deferred=lazy)
+    assert list(now) == ["small"] and list(lazy.makers) == ["large"]
+    assert torch.equal(lazy.makers["large"](), update.decode(encoded(), MODEL)["large"])
 
 
 def test_everyone_who_asks_gets_an_array_of_his_own():
-    later = Later()
-    update.decode(encoded(), MODEL, later=later)
-    make = later.tensors["large"]
+    lazy = LazyTensors()
+    update.decode(encoded(), MODEL, deferred=lazy)
+    make = lazy.makers["large"]
     first, wanted = make().numpy(), update.decode(encoded(), MODEL)["large"].numpy()
     part = first[3:5]
     del first
@@ -42,15 +42,15 @@ def test_everyone_who_asks_gets_an_array_of_his_own():
 
 
 def test_memory_that_nobody_holds_is_used_again():
-    later = Later()
-    update.decode(encoded(), MODEL, later=later)
-    make = later.tensors["large"]
+    lazy = LazyTensors()
+    update.decode(encoded(), MODEL, deferred=lazy)
+    make = lazy.makers["large"]
     place = make().data_ptr()
     assert make().data_ptr() == place
 
 
 def test_what_would_overflow_is_rejected_at_once():
     near_the_end = {**MODEL, "large": torch.full((100, 100), 3e38)}
-    update.decode(encoded(), near_the_end, later=Later())
+    update.decode(encoded(), near_the_end, deferred=LazyTensors())
     with pytest.raises(FrameError, match="infinity"):
-        update.decode(encoded(scale=3e37), near_the_end, later=Later())
+        update.decode(encoded(scale=3e37), near_the_end, deferred=LazyTensors())

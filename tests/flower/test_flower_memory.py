@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gradwire import GradwireError, flower
 from gradwire.flower import one_process
 from gradwire.flower.client.error_memory import ErrorMemory
-from gradwire.flower.client.state_store import InFolder, default_folder
+from gradwire.flower.client.state_store import FolderStore, default_folder
 from support.flower_apps import Faulty, adding_client, drift, final, run, serve, start_model
 
 NAME = "conv.weight"
@@ -35,16 +35,16 @@ class Fates(Faulty):
         self.fates, self.folder = fates, folder
         self.arrived: list[int] = []
 
-    def handled(self, message: Message, context: Context) -> Message:
+    def reply_of_client(self, message: Message, context: Context) -> Message:
         if message.metadata.message_type != "train":
-            return super().handled(message, context)
+            return super().reply_of_client(message, context)
         round_ = message.content["config"]["server-round"]
         fate = self.fates[round_ - 1]
         if fate == "killed before":
-            return Message(flower.mod.Error(8, "killed"), reply_to=message)  # in training: nothing was written
-        reply = super().handled(message, context)
+            return Message(Error(8, "killed"), reply_to=message)  # in training: nothing was written
+        reply = super().reply_of_client(message, context)
         if fate in ("lost", "killed after"):
-            return Message(flower.mod.Error(5, "lost"), reply_to=message)
+            return Message(Error(5, "lost"), reply_to=message)
         if fate == "restarted":  # with another node id, and without its context
             (node,) = self.contexts
             new = Context(1, node + 1, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
@@ -64,7 +64,7 @@ def test_what_arrived_and_what_is_left_add_up(fates: list[str]) -> None:
         one_process.run_on(grid, server)
         model = start_model()
         expected = model[NAME] + sum(drift(0, r, model)[NAME] for r in grid.arrived)
-        store = InFolder(Path(folder), strategy.wire.training, "partition-0")
+        store = FolderStore(Path(folder), strategy.wire.training, "partition-0")
         left = ErrorMemory(store).settle(list(strategy.wire.accepted.values()))
         got = final(results[0])[NAME] if grid.arrived else model[NAME]
         torch.testing.assert_close(got + left.get(NAME, 0), expected, rtol=0, atol=1e-5)
@@ -100,29 +100,29 @@ def test_lost_or_damaged_files_start_from_nothing(tmp_path: Path, damage: str) -
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(GradwireError, match="folder="):
-        InFolder(tmp_path / "file", bytes(8), "node-1")
+        FolderStore(tmp_path / "file", bytes(8), "node-1")
 
 
 def test_a_memory_is_for_its_owner_alone(tmp_path: Path) -> None:
-    store = InFolder(tmp_path, b"training", "client")
+    store = FolderStore(tmp_path, b"training", "client")
     assert store.folder.stat().st_mode & 0o077 == 0
 
 
 def test_memories_nobody_asks_for_are_removed(tmp_path: Path) -> None:
-    old = InFolder(tmp_path, b"\1" * 8, "node-1")
+    old = FolderStore(tmp_path, b"\1" * 8, "node-1")
     old.write("settled", {"token": b"x", "memory": {}})
     os.utime(old.folder / "settled.pt", (0, 0))
-    kept = InFolder(tmp_path, b"\2" * 8, "a/b")
+    kept = FolderStore(tmp_path, b"\2" * 8, "a/b")
     kept.write("settled", {"token": b"x", "memory": {}})
-    InFolder(tmp_path, b"\3" * 8, "node-1")
+    FolderStore(tmp_path, b"\3" * 8, "node-1")
     assert not (tmp_path / ("01" * 8)).exists() and kept.read("settled") is not None
 
 
 def test_a_file_that_another_client_moves_meanwhile_is_no_error(tmp_path: Path) -> None:
     """Clients on one machine share the folder; a link to nothing is a file that was listed and then moved."""
-    other = InFolder(tmp_path, b"\1" * 8, "node-1")
+    other = FolderStore(tmp_path, b"\1" * 8, "node-1")
     other._path("pending").symlink_to(tmp_path / "moved")
-    InFolder(tmp_path, b"\2" * 8, "node-2")
+    FolderStore(tmp_path, b"\2" * 8, "node-2")
     assert other.folder.is_dir()
 
 

@@ -115,7 +115,7 @@ def test_no_client_with_the_mod(caplog: pytest.LogCaptureFixture) -> None:
 def test_replies_with_other_arrays_say_which(
     change: Any, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mod, "_said", set())
+    monkeypatch.setattr(mod, "_warnings_given", set())
     app = ClientApp(mods=[flower.compress("co3")])
 
     @app.train()

@@ -15,8 +15,9 @@ from gradwire import SpecError
 pytest.importorskip("flwr")
 
 from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_name
+from gradwire.flower.client.instructed_spec import spec_for
 from gradwire.flower.shared import update
-from gradwire.flower.shared.adaptive_rate import AdaQuantFL, FedDQ, parse, spec_for
+from gradwire.flower.shared.adaptive_rate import AdaQuantFL, FedDQ, parse
 
 NAMES = ["w[0].weight", "b*.bias", "bn.running_var"]
 

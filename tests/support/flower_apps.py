@@ -81,8 +81,8 @@ class Faulty(one_process.OneProcess):
         super().__init__(client, clients)
         self.fault = fault
 
-    def handled(self, message: Message, context: Context) -> Message:
-        reply = self.fault(super().handled(message, context))
+    def reply_of_client(self, message: Message, context: Context) -> Message:
+        reply = self.fault(super().reply_of_client(message, context))
         return Message(Error(5, "lost"), reply_to=message) if reply is None else reply
 
 

@@ -1,1 +1,1 @@
-"""The client: the mod, its error memory and where that is kept, and byte budgets."""
+"""The client's side: the mod, its error memory and where that is stored, and byte budgets. It imports `shared` only."""

@@ -1,4 +1,4 @@
-"""Recipes that take fewer bytes than a given one: the knobs that `byte_budget.py` turns."""
+"""Recipes that take fewer bytes than another one, each with one setting that `shorter_update` adjusts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gradwire.catalogue.spec_by_name import SMALL
 from gradwire.convert.sparse import Sparse
 from gradwire.errors import SpecError
 
-ONE_BIT = ("bingrad", "signsgd", "terngrad")  # have nothing to turn
-FINEST = 8.0  # bits an entry that ecq takes for granted where a recipe without memory is too long
-LEAST_ERROR, MOST_ERROR = 1e-5, 0.99  # of what ecq takes as nmse
-MOST_SHARE = 0.5  # of the entries
+FIXED_LEVELS = ("bingrad", "signsgd", "terngrad")  # nothing about them can be made coarser
+FINEST = 8.0  # bits per entry of the ecq that takes the place of a recipe without a memory
+LEAST_ERROR, MOST_ERROR = 1e-5, 0.99  # the range of ecq's parameter nmse
+LARGEST_SHARE = 0.5  # of all entries
 OVERHEAD = 40  # bytes of a frame beside its symbols
 
 
-def sparse(chosen: Recipe) -> bool:
-    """Whether it sends a part of the entries that can be made smaller."""
+def is_sparse(chosen: Recipe) -> bool:
+    """Whether the recipe sends a part of the entries, which can be made smaller."""
     return isinstance(chosen.codec.converter, Sparse)
 
 
 def sparser(chosen: Recipe, part: float, steps: int) -> str:
-    """The same with this part of the entries that it would send now; its warm-up is part of that."""
+    """Return the recipe with only this part of the entries that it would send after so many steps of its warm-up."""
     changes: Values = {}
     if chosen.values.get("k", "none") != "none":
         changes["k"] = max(1, int(float(chosen.values["k"]) * part))
@@ -40,10 +40,13 @@ def sparser(chosen: Recipe, part: float, steps: int) -> str:
 
 
 def without_memory(chosen: Recipe, part: float, steps: int) -> str:
-    """A coarser one for a recipe that forgets what it leaves out, and so may leave out nothing but by chance."""
-    if sparse(chosen):
+    """Return a coarser recipe in place of one without an error memory, unbiased where the recipe is.
+
+    `part` is the part of its entries, levels or bits that is left.
+    """
+    if is_sparse(chosen):
         return sparser(chosen, part, steps)
-    if chosen.name in ONE_BIT:
+    if chosen.name in FIXED_LEVELS:
         return str(chosen)
     if "levels" not in chosen.values:
         return f"ecq:rate={max(DITHERED_RATE, FINEST * part):.4g},rounding=stochastic,decay=0"
@@ -54,7 +57,7 @@ def without_memory(chosen: Recipe, part: float, steps: int) -> str:
 
 
 def _next_fewer(chosen: Recipe, levels: int) -> int:
-    """The next number of levels that the recipe can have; all can have three."""
+    """Return the next smaller number of levels that the recipe can have; every recipe can have three."""
     for fewer in range(levels - 1, 2, -1):
         try:
             chosen.entry.parameters["levels"].parse(str(fewer))
@@ -68,26 +71,33 @@ def _changed(chosen: Recipe, changes: Values) -> str:
     return str(recipe(chosen.entry.spell({**chosen.values, **changes})))
 
 
-# ── of recipes with a memory, whatever they are ───────────────────────────────────────────────────
+# ── in place of any recipe with an error memory ───────────────────────────────────────────────────
 
 
-def largest(p: float) -> str:
-    """The largest entries of all tensors together; fp4 values cost little more than signs, and lose next to nothing
-    (docs/sparse.md)."""
+def largest_entries(p: float) -> str:
+    """Return the recipe that sends the part `p` of the entries, the largest of all tensors together.
+
+    Values in fp4 cost little more than signs and lose next to nothing (docs/sparse.md).
+    """
     return f"topk:p={p:.4g},values=fp4,scope=model,small=same"
 
 
 def share_for(bits: float, entries: int) -> float:
-    """How many entries of a hundred fit about into so many bits: a position takes log₂(1/p) + 1.5, its value 3."""
+    """Estimate the part p of the entries that fits into so many bits: a position takes log₂(1/p) + 1.5 bits, its value
+    3."""
     p = 1e-3
     for _ in range(20):
-        p = min(max(bits / entries / (math.log2(1 / p) + 4.5), 1 / entries), MOST_SHARE)
+        p = min(max(bits / entries / (math.log2(1 / p) + 4.5), 1 / entries), LARGEST_SHARE)
     return p
 
 
-class Water:
-    """Reverse water-filling: the least squared error for its bits has the same error an entry in all tensors that
-    have more than that, and nothing of the others is sent. Small tensors share a frame, and count as one."""
+class ReverseWaterFilling:
+    """How to spread bits over tensors so that the sum of squared errors is least.
+
+    All tensors whose mean square is above the water level get the same error per entry, the level itself; of the others
+    nothing is sent. The level is 4^−depth, so that one more unit of depth is one more bit for each entry that is sent.
+    Small tensors share a frame, and count as one.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.names: list[list[str]] = [[name for name, t in tensors.items() if t.numel() < SMALL]]
@@ -98,29 +108,30 @@ class Water:
             for group, size in zip(self.names, self.sizes, strict=True)
         ]
 
-    def _filled(self, depth: float) -> Iterator[tuple[int, float]]:
-        """(number, depth in bits) of what rises above an error of 4^−depth an entry."""
+    def _above_level(self, depth: float) -> Iterator[tuple[int, float]]:
+        """Yield the index of each group of tensors above the water level, and its bits per entry."""
         for i, power in enumerate(self.powers):
-            if power and (own := depth + math.log2(power) / 2) > 0:
-                yield i, own
+            if power and (bits := depth + math.log2(power) / 2) > 0:
+                yield i, bits
 
     def depth_for(self, total: float) -> float:
-        """About where so many bits are used up."""
+        """Estimate the depth at which this number of bits is used up."""
         logs = [-math.log2(power) / 2 for power in self.powers if power]
         low, high = min(logs, default=0.0), max(logs, default=0.0) + 16
         for _ in range(50):
             depth = (low + high) / 2
-            bits = sum(self.sizes[i] * own + 8 * OVERHEAD for i, own in self._filled(depth))
-            low, high = (depth, high) if bits <= total else (low, depth)
+            needed = sum(self.sizes[i] * bits + 8 * OVERHEAD for i, bits in self._above_level(depth))
+            low, high = (depth, high) if needed <= total else (low, depth)
         return low
 
     def entries(self, depth: float) -> int:
-        return sum(self.sizes[i] for i, _ in self._filled(depth))
+        """Return how many entries are sent at this depth."""
+        return sum(self.sizes[i] for i, _ in self._above_level(depth))
 
     def spec(self, depth: float) -> dict[str, str]:
-        """Recipes by name; tensors without one are left out."""
+        """Return the recipes by (escaped) name of tensor; tensors that have none are not sent."""
         return {
-            glob.escape(name): f"ecq:nmse={min(max(4**-own, LEAST_ERROR), MOST_ERROR):.4g}"
-            for i, own in self._filled(depth)
+            glob.escape(name): f"ecq:nmse={min(max(4**-bits, LEAST_ERROR), MOST_ERROR):.4g}"
+            for i, bits in self._above_level(depth)
             for name in self.names[i]
         }

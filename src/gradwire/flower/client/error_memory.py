@@ -1,8 +1,9 @@
-"""A client's error memory in two states: settled, and pending until the server has told that the update arrived.
+"""A client's error memory in two states: settled, and pending until the server says that the update arrived.
 
-write pending ─► reply leaves ─► next message tells the last accepted token:
-    the pending one: it is settled            the settled one: the reply was lost, pending is dropped
-    neither: an update arrived that this client knows nothing of (its files were lost): start from nothing
+The client stores the pending memory, then its reply leaves. The server's next message names the tokens that it accepted
+last. If the token of the pending memory is among them, the pending memory becomes the settled one. If it is the settled
+memory's, the reply was lost and the pending memory is dropped. If it is neither, an update arrived of which this client
+knows nothing, because its files were lost: it starts with an empty memory.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ NO_TOKEN = b""
 
 
 class ErrorMemory:
+    """What the updates of one client in one training have left out so far, by name of tensor.
+
+    It promises that a lost or rejected reply, or a process that is killed at any moment, neither loses a part of the
+    memory nor counts it twice: `propose` stores the memory after an update before the update leaves, and `settle`
+    decides in the next round which of the two memories is true. It never changes a tensor, and holds nothing itself
+    but the store. Use it in the process of the client, for one message at a time.
+    """
+
     def __init__(self, store: Store):
         self.store = store
 
     def settle(self, accepted: Collection[bytes]) -> dict[str, torch.Tensor]:
-        """What is left of the updates that arrived, given the last tokens that the server accepted."""
+        """Return the memory after the updates that arrived, given the tokens that the server accepted last."""
         settled, pending = self._read(SETTLED), self._read(PENDING)
         if pending is not None and pending["token"] in accepted:
             self.store.move(PENDING, SETTLED)
@@ -32,36 +41,36 @@ class ErrorMemory:
         else:
             self.store.drop(PENDING)
         last = settled["token"] if settled is not None else NO_TOKEN
-        known = last in accepted if last else not accepted
-        if settled is not None and not known:
+        is_current = last in accepted if last else not accepted
+        if settled is not None and not is_current:
             self.store.drop(SETTLED)
-        return settled["memory"] if settled is not None and known else {}
+        return settled["memory"] if settled is not None and is_current else {}
 
     def _read(self, name: str) -> Content | None:
-        """What is of another version, or no memory at all, is as good as none."""
-        found = self.store.read(name)
-        if not isinstance(found, dict) or not isinstance(found.get("token"), bytes):
+        """Return what is stored, or None if it is not a memory, such as when another version has written it."""
+        content = self.store.read(name)
+        if not isinstance(content, dict) or not isinstance(content.get("token"), bytes):
             return None
-        memory = found.get("memory")
-        sound = isinstance(memory, dict) and all(isinstance(t, torch.Tensor) for t in memory.values())
-        return found if sound else None
+        memory = content.get("memory")
+        is_memory = isinstance(memory, dict) and all(isinstance(t, torch.Tensor) for t in memory.values())
+        return content if is_memory else None
 
     def propose(self, token: bytes, memory: dict[str, torch.Tensor]) -> None:
-        """Before the update with this token leaves."""
+        """Store the memory after the update with this token. Call it before the update leaves."""
         if memory:
             self.store.write(PENDING, {"token": token, "memory": memory})
 
 
-def fitting(memory: Mapping[str, torch.Tensor], differences: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without what belongs to tensors of other shapes, or is not finite: it could be sent with no update, ever.
+def usable(memory: Mapping[str, torch.Tensor], differences: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the memory without tensors of other shapes, or that are not finite: no update could ever send them.
 
-    That of tensors which this model does not have waits.
+    The memory of tensors that this model does not have stays, since a later model may have them.
     """
 
-    def fits(name: str, left: torch.Tensor) -> bool:
+    def is_usable(name: str, left_out: torch.Tensor) -> bool:
         if name not in differences:
             return True
-        same = left.dtype == torch.float32 and left.shape == differences[name].shape
-        return same and (not left.numel() or math.isfinite(kernels.absmax(left.reshape(-1))))
+        same_kind = left_out.dtype == torch.float32 and left_out.shape == differences[name].shape
+        return same_kind and (not left_out.numel() or math.isfinite(kernels.absmax(left_out.reshape(-1))))
 
-    return {name: left for name, left in memory.items() if fits(name, left)}
+    return {name: left_out for name, left_out in memory.items() if is_usable(name, left_out)}

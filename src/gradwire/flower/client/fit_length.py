@@ -1,4 +1,7 @@
-"""The longest update that fits, by few encodings: each takes a tenth of a second for a model of ten million entries."""
+"""The search for the longest update that fits, by the secant method.
+
+Few encodings have to do: each takes a tenth of a second for a model of ten million entries.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,43 @@ from collections.abc import Callable
 
 from gradwire.flower.shared.update import Encoded
 
-Point = tuple[float, float]  # x, and a straightened length
-ENOUGH = 0.93  # of the limit: not searched further
+Point = tuple[float, float]  # a setting, and the linearized length of the update that it leads to
+CLOSE_ENOUGH = 0.93  # the part of the limit at which the search ends
 TRIES = 4
 
 
-def closest(
-    make: Callable[[float], Encoded], limit: int, target: float, x: float, slope: float,
-    straight: Callable[[float], float], high: Point | None, most: float,
+def longest_fitting(
+    attempt: Callable[[float], Encoded], limit: int, target: float, start: float, slope: float,
+    linearize: Callable[[float], float], too_long: Point | None, largest: float,
 ) -> Encoded | None:  # fmt: skip
-    """The longest of a few encodings within the limit; None if none is.
+    """Return the longest of a few attempts that take at most `limit` bytes, or None if none does.
 
-    Lengths grow with x up to `most`, straight(length) about in proportion, by `slope` at first: a secant, begun at x,
-    leads to the target. `high` is a point that is known to be too long.
+    `attempt` encodes with a setting, which is at most `largest`; a higher one makes the update longer. `linearize`
+    maps lengths so that they grow about linearly with the setting, at first by `slope`. The search begins with the
+    setting `start` and aims at the length `target`; `too_long` is a point that is known to be above the limit.
     """
-    goal = straight(target)
-    low: Point | None = None
+    goal = linearize(target)
+    setting = start
+    fits: Point | None = None
     best: Encoded | None = None
     tried: set[float] = set()
-    while len(tried) < TRIES and x not in tried:
-        tried.add(x)
-        found = make(x)
-        here = x, straight(len(found.data))
-        if len(found.data) <= limit:
-            if best is None or len(found.data) > len(best.data):
-                best = found
-            if len(found.data) >= ENOUGH * limit:
+    while len(tried) < TRIES and setting not in tried:
+        tried.add(setting)
+        encoded = attempt(setting)
+        point = setting, linearize(len(encoded.data))
+        if len(encoded.data) <= limit:
+            if best is None or len(encoded.data) > len(best.data):
+                best = encoded
+            if len(encoded.data) >= CLOSE_ENOUGH * limit:
                 break
-            other, low = low, here
+            previous, fits = fits, point
         else:
-            other, high = high, here
-        if low and high:
-            rise = (high[1] - low[1]) or 1.0
-            x = low[0] + min(max((goal - low[1]) / rise, 0.1), 0.9) * (high[0] - low[0])
+            previous, too_long = too_long, point
+        if fits and too_long:
+            rise = (too_long[1] - fits[1]) or 1.0
+            setting = fits[0] + min(max((goal - fits[1]) / rise, 0.1), 0.9) * (too_long[0] - fits[0])
             continue
-        if other and other[0] != here[0] and other[1] != here[1]:
-            slope = max((here[1] - other[1]) / (here[0] - other[0]), slope / 4)
-        x = min(x + (goal - here[1]) / slope, most)
+        if previous and previous[0] != point[0] and previous[1] != point[1]:
+            slope = max((point[1] - previous[1]) / (point[0] - previous[0]), slope / 4)
+        setting = min(setting + (goal - point[1]) / slope, largest)
     return best

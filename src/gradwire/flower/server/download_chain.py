@@ -1,15 +1,13 @@
-"""Download compression: clients are sent what they missed of the server's model (STC, arXiv 1903.02891).
+"""Download compression: clients get the steps that lead from their copy to the server's model (STC, arXiv 1903.02891).
 
-The server has the true model W, which the strategy made. All clients share a copy V of it:
+The strategy makes the true model W. All clients share a copy V of it:
 
     step_t = encode(W_t − V_{t−1})          V_t = V_{t−1} + decode(step_t)
 
-What a step leaves out stays in the difference, and goes out with a later one: W_t − V_t is the server-side residual,
-with decay 1, and nothing else has to be kept. This holds as long as training goes on from W: a client trains from V_t,
-and what it learned belongs onto W_t, as `update.decode(data, chain.model)` and `Chain.restored` have it. Put onto V_t,
-the residual would be lost.
-
-Steps are encoded once for all clients, and cached for those who skipped rounds.
+What a step leaves out stays in the difference W_t − V_t and goes out with a later step. This difference is the error
+memory of the server, with decay 1, so nothing else has to be kept. A client trains from V_t, but its update has to be
+added to W_t, as `update.decode(data, chain.model)` and `DownloadChain.rebased` do: added to V_t, it would undo what has
+not been sent yet.
 """
 
 from __future__ import annotations
@@ -24,30 +22,37 @@ from gradwire.catalogue.spec import Values
 from gradwire.catalogue.spec_by_name import Spec, parse_spec
 from gradwire.errors import GradwireError, SpecError
 from gradwire.flower.shared import model_copy, update
-from gradwire.flower.shared.model_copy import Copy
 from gradwire.flower.shared.update import Tensors
 
-__all__ = ["Chain", "Copy"]
-# Parts of a recipe that are about gradients, or about a memory that is not needed here.
-_WITHOUT: Values = {"decay": 0.0, "mask": "off", "ahead": 0.0, "flush": "0", "clip_norm": 0.0}
+# Parameters of a recipe that are about gradients, or about an error memory, which is not needed here.
+_SWITCHED_OFF: Values = {"decay": 0.0, "mask": "off", "ahead": 0.0, "flush": "0", "clip_norm": 0.0}
 
 
-class Chain:
-    """The server's models, numbered from 1, and the steps from each to the next."""
+class DownloadChain:
+    """The server's models, numbered from 1, and the steps from each to the next.
+
+    It promises that a client which applies the steps that `steps_since` returns has `shared_copy` bit for bit, and that
+    whatever a step leaves out reaches clients by a later one. Each step is encoded once for all clients, and kept for
+    those who skip rounds; all steps together are never longer than the model itself. It never changes the tensors that
+    it is given, and nobody may change those of `model` and `shared_copy`. It is used in the thread of the server app.
+    """
 
     def __init__(self, spec: Spec):
         self.spec = {pattern: _without_memory(chosen) for pattern, chosen in parse_spec(update.full_spec(spec)).items()}
         self.number = 0
         self.model: dict[str, torch.Tensor] = {}  # W, as published last
-        self.common: dict[str, torch.Tensor] = {}  # V, which every client with this number has; not to be changed
-        self._whole = self._digest = 0
-        self._steps: deque[bytes] = deque()  # the last ones; in all no longer than the model itself
-        self._last: tuple[int, bytes | None] = (0, None)  # answer of `missed`, for the next client with the same model
+        self.shared_copy: dict[str, torch.Tensor] = {}  # V, which every client with this number has
+        self._model_bytes = self._digest = 0
+        self._steps: deque[bytes] = deque()  # those that led to the last models
+        self._last_answer: tuple[int, bytes | None] = (0, None)  # argument and result of `steps_since`
 
     def publish(self, model: Tensors) -> int:
-        """The number of this model; that of the last one if it is the same still."""
-        known = model_copy.layout(model) == model_copy.layout(self.model)
-        if self.number and known and all(model_copy.same(t, self.model[name]) for name, t in model.items()):
+        """Take the next model, encode the step to it, and return its number; the same model keeps its number.
+
+        Raises a GradwireError, and leaves everything as it was, if the model holds a NaN.
+        """
+        same_names = model_copy.names_and_shapes(model) == model_copy.names_and_shapes(self.model)
+        if self.number and same_names and all(model_copy.is_same(t, self.model[name]) for name, t in model.items()):
             return self.number
         for name, t in model.items():
             if t.is_floating_point() and t.numel() and torch.isnan(t.max()):
@@ -55,62 +60,73 @@ class Chain:
                     f"the model has diverged: {name!r} holds a NaN. Clients keep the model before it; "
                     "a lower learning rate may help"
                 )
-        model = model_copy.own(model)
-        whole = model_copy.whole_bytes(model)
-        step, common = self._step(model) if self.number and known else (None, model)
-        if step is None or len(step) >= whole:
-            step, common = None, model
+        model = model_copy.private_copy(model)
+        model_bytes = model_copy.whole_bytes(model)
+        step, shared_copy = self._step(model) if self.number and same_names else (None, model)
+        if step is None or len(step) >= model_bytes:
+            shared_copy = model
             self._steps.clear()
         else:
             self._steps.append(step)
-        while sum(map(len, self._steps)) > whole:
+        while sum(map(len, self._steps)) > model_bytes:
             self._steps.popleft()
-        self.model, self.common, self._whole, self._digest = model, common, whole, model_copy.digest(common)
+        self.model, self.shared_copy, self._model_bytes = model, shared_copy, model_bytes
+        self._digest = model_copy.digest(shared_copy)
         self.number += 1
-        self._last = (0, None)
+        self._last_answer = (0, None)
         return self.number
 
-    def missed(self, have: int) -> bytes | None:
-        """What a client with model `have` needs for the present one, as one message; None if `common`, whole, is less,
-        or all there is."""
+    def steps_since(self, have: int) -> bytes | None:
+        """Return the message that brings a client from model number `have` to the present one.
+
+        None means that `shared_copy` has to be sent whole: it is shorter, or the steps are no longer there. Clients
+        with the same number get the same object.
+        """
         oldest = self.number - len(self._steps)
         if not max(1, oldest) <= have <= self.number:
             return None
-        if self._last[0] != have:
+        if self._last_answer[0] != have:
             steps = list(self._steps)[have - oldest :]
-            data = model_copy.message(have, self.number, self._digest, steps)
-            self._last = (have, data if len(data) < self._whole else None)
-        return self._last[1]
+            data = model_copy.pack_steps(have, self.number, self._digest, steps)
+            self._last_answer = (have, data if len(data) < self._model_bytes else None)
+        return self._last_answer[1]
 
-    def restored(self, reply: Tensors) -> dict[str, torch.Tensor]:
-        """A whole model that a client made of `common`, as if it had been made of the true one."""
-        result = dict(reply)
-        for name, t in reply.items():
-            true, had = self.model.get(name), self.common.get(name)
-            if true is None or had is None or not t.is_floating_point() or t.shape != true.shape:
-                continue  # whatever it is, it was not made of this model
-            if not torch.equal(true, had):  # else nothing waits, and infinities have no difference
-                result[name] = (t + _difference(true, had)).to(t.dtype)
+    def rebased(self, trained: Tensors) -> dict[str, torch.Tensor]:
+        """Return a whole model that a client trained from `shared_copy`, with W − V added.
+
+        It is then as if it had been trained from the true model.
+        """
+        result = dict(trained)
+        for name, t in trained.items():
+            true, copied = self.model.get(name), self.shared_copy.get(name)
+            if true is None or copied is None or not t.is_floating_point() or t.shape != true.shape:
+                continue  # this tensor was not trained from the model
+            if not torch.equal(true, copied):  # the difference of equal infinities would be NaN
+                result[name] = (t + _difference(true, copied)).to(t.dtype)
         return result
 
     def _step(self, model: dict[str, torch.Tensor]) -> tuple[bytes | None, dict[str, torch.Tensor]]:
-        """From `common` towards the model, and where it leads; no step where the model has to go out whole."""
-        changed = {name: t for name, t in model.items() if not model_copy.same(t, self.common[name])}
-        # Means of integers are floats in Flower: what has another dtype than before goes out as it is.
+        """Return the step from `shared_copy` towards the model, and the copy after it.
+
+        The step is None if the model has to go out whole.
+        """
+        before = self.shared_copy
+        changed = {name: t for name, t in model.items() if not model_copy.is_same(t, before[name])}
+        # Flower turns integers into floats by averaging: tensors with another dtype than before are sent as values.
         lossy = {
-            name: _difference(t, self.common[name])
+            name: _difference(t, before[name])
             for name, t in changed.items()
-            if t.is_floating_point() and t.dtype == self.common[name].dtype
+            if t.is_floating_point() and t.dtype == before[name].dtype
         }
         try:
             while True:
                 exact = {name: t for name, t in changed.items() if name not in lossy}
                 data = update.encode(lossy, exact, list(model), self.spec, steps=self.number).data
-                common = {**self.common, **update.decode(data, self.common, new_dtypes=True)}
-                unfit = [name for name, d in lossy.items() if _leads_astray(name, d, common[name], model[name])]
-                if not unfit:
-                    return data, common
-                for name in unfit:
+                after = {**before, **update.decode(data, before, new_dtypes=True)}
+                harmed = [name for name, d in lossy.items() if _is_worse_than_none(name, d, after[name], model[name])]
+                if not harmed:
+                    return data, after
+                for name in harmed:
                     del lossy[name]
         except SpecError:
             raise
@@ -119,22 +135,27 @@ class Chain:
 
 
 def _difference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """At least in fp32: half precision would round it, or overflow."""
+    """Return the difference, at least in fp32: half precision would round it, or overflow."""
     return new - old if new.dtype == torch.float64 else new.float() - old.float()
 
 
-def _leads_astray(name: str, before: torch.Tensor, reached: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether a step is worse than none: the residual must not grow, and a variance that falls from 1.5 to 0.0001 is
-    below zero after a step that is wrong by 0.1%."""
-    if update.is_variance(name) and bool((reached < 0).any()) and not bool((wanted < 0).any()):
+def _is_worse_than_none(name: str, difference: torch.Tensor, after: torch.Tensor, goal: torch.Tensor) -> bool:
+    """Whether a lossy step harms a tensor: it leads farther away from the goal, or makes a variance negative.
+
+    A variance that falls from 1.5 to 0.0001 is below zero after a step that is wrong by 0.1%.
+    """
+    if update.is_variance(name) and bool((after < 0).any()) and not bool((goal < 0).any()):
         return True
-    return bool(_difference(wanted, reached).norm() > before.norm())
+    return bool(_difference(goal, after).norm() > difference.norm())
 
 
 def _without_memory(chosen: Recipe) -> str:
-    """The spec of the recipe as it is used here. One that has to do without an error memory is refused."""
-    own = chosen.entry.parameters
-    if "decay" not in own:
+    """Return the spec of the recipe as it is used here, with its own error memory switched off.
+
+    Raises a SpecError for a recipe that cannot have an error memory.
+    """
+    parameters = chosen.entry.parameters
+    if "decay" not in parameters:
         return chosen.spec
     try:
         recipe(chosen.entry.spell({**chosen.values, "decay": 1.0}))
@@ -144,5 +165,7 @@ def _without_memory(chosen: Recipe) -> str:
             f"decay=1: {error}. Use one that takes an error memory, such as stc, topk, co3 or ecq"
         ) from None
     if chosen.sums:
-        return chosen.spec  # asks for a decay; its memory is left unused
-    return chosen.entry.spell({**chosen.values, **{key: value for key, value in _WITHOUT.items() if key in own}})
+        return chosen.spec  # it needs a decay; its memory stays unused
+    return chosen.entry.spell(
+        {**chosen.values, **{key: value for key, value in _SWITCHED_OFF.items() if key in parameters}}
+    )

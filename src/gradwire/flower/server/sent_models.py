@@ -1,106 +1,116 @@
-"""The server's models as clients get them: whole, or what they missed of them."""
+"""The server's models as clients get them: whole, or as the steps that lead to them from the client's copy."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord
 
 from gradwire.catalogue.spec_by_name import Spec
-from gradwire.flower.server.download_chain import Chain
+from gradwire.flower.server.client_table import ClientTable
+from gradwire.flower.server.download_chain import DownloadChain
+from gradwire.flower.server.lazy_tensors import LazyTensors
 from gradwire.flower.shared import arrays
-from gradwire.flower.shared.lazy_tensors import Later
 from gradwire.flower.shared.message import PERSONAL, as_bytes_record
-
-MOST_CLIENTS = 1 << 20
-Known = TypeVar("Known")
-
-
-def put_last(of_clients: OrderedDict[int, Known], node: int, known: Known) -> None:
-    """What is known of a client; of too many, those that were not heard of for longest are forgotten."""
-    of_clients[node] = known
-    of_clients.move_to_end(node)
-    while len(of_clients) > MOST_CLIENTS:
-        of_clients.popitem(last=False)
 
 
 @dataclass
-class Model:
-    """A model as a strategy handed it over."""
+class SentModel:
+    """A model that a strategy has sent to clients, with the number by which their updates refer to it.
+
+    It stays the same until all replies are in, since updates are decoded onto its tensors. Nobody changes them. It is
+    used in the thread of the server app.
+    """
 
     number: int
     record: ArrayRecord
-    later: Later = field(default_factory=Later)
+    lazy_tensors: LazyTensors = field(default_factory=LazyTensors)
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
+        """The arrays as tensors, which may share memory with them."""
         if not self._tensors:
             self._tensors = arrays.tensors(self.record)
         return self._tensors
 
 
-class Models:
-    def __init__(self, download: Spec | None):
-        self.chain = Chain(download) if download is not None else None
-        self.copies: OrderedDict[int, int] = OrderedDict()  # number of the model that each client is known to have
-        self._last: Model | None = None
-        self._whole: tuple[int, ArrayRecord] | None = None
-        self._missed: tuple[bytes | None, ArrayRecord] | None = None
-        self._numbers = 0
+class SentModels:
+    """Numbers the models of a training and knows which of them each client has.
 
-    def number(self, records: Sequence[ArrayRecord]) -> dict[int, Model]:
-        """The models of an exchange, by identity of their records; one for all clients has a number in the chain."""
+    A model that goes to all clients gets the next number, from 1; models that differ between clients get numbers from
+    `PERSONAL` on, and always go out whole. With a `download` recipe the former go through a `DownloadChain`, and
+    clients that are known to have a copy get the steps since then.
+
+    It promises never to count on a copy that the client has not confirmed by an answer. It never changes the records of
+    a strategy, and holds one common model at a time. It is used in the thread of the server app.
+    """
+
+    def __init__(self, download: Spec | None):
+        self.chain = DownloadChain(download) if download is not None else None
+        self.copies: ClientTable[int] = ClientTable()  # number of the model that each client is known to have
+        self._common: SentModel | None = None
+        self._whole: tuple[int, ArrayRecord] | None = None  # number and record of the last whole model
+        self._steps: tuple[bytes, ArrayRecord] | None = None  # data and record of the last steps
+        self._personal_models = 0
+
+    def number_models(self, records: Sequence[ArrayRecord]) -> dict[int, SentModel]:
+        """Return the models of one exchange by the identity of their records.
+
+        If all messages carry the same record it is the common model; the same record again has the same number.
+        """
         distinct = {id(record): record for record in records}
         if len(distinct) == 1:
             ((identity, record),) = distinct.items()
-            return {identity: self._common(record)}
+            return {identity: self._common_model(record)}
         models = {}
         for identity, record in distinct.items():
-            self._numbers = self._numbers % (PERSONAL - 1) + 1
-            models[identity] = Model(PERSONAL + self._numbers, record)
+            self._personal_models = self._personal_models % (PERSONAL - 1) + 1
+            models[identity] = SentModel(PERSONAL + self._personal_models, record)
         return models
 
-    def _common(self, record: ArrayRecord) -> Model:
-        if self._last is None or self._last.record is not record:
-            model = Model(self._last.number + 1 if self._last else 1, record)
+    def _common_model(self, record: ArrayRecord) -> SentModel:
+        if self._common is None or self._common.record is not record:
             if self.chain:
-                model.number = self.chain.publish(model.tensors)
-            self._last = model
-        return self._last
+                tensors = arrays.tensors(record)
+                self._common = SentModel(self.chain.publish(tensors), record, _tensors=tensors)
+            else:
+                self._common = SentModel(self._common.number + 1 if self._common else 1, record)
+        return self._common
 
-    def for_client(self, node: int, model: Model) -> tuple[ArrayRecord, int | None]:
-        """What to send, and which model it starts from: 0 for none, None where clients keep no copy."""
+    def for_client(self, node: int, model: SentModel) -> tuple[ArrayRecord, int | None]:
+        """Return the record to send to a client, and the number of the model that its steps start from.
+
+        The number is 0 if the record is the whole model, and None if clients keep no copy of it.
+        """
         if self.chain is None or model.number >= PERSONAL:
             return model.record, None
         have = self.copies.get(node, 0)
-        data = self.chain.missed(have)
+        data = self.chain.steps_since(have)
         if data is None:
-            return self._whole_record(), 0
-        if self._missed is None or self._missed[0] is not data:  # the same bytes for all with the same model
-            self._missed = data, as_bytes_record(data)
-        return self._missed[1], have
+            return self._whole_record(self.chain), 0
+        if self._steps is None or self._steps[0] is not data:  # clients with the same copy share the record
+            self._steps = data, as_bytes_record(data)
+        return self._steps[1], have
 
-    def _whole_record(self) -> ArrayRecord:
-        assert self.chain is not None
-        if self._whole is None or self._whole[0] != self.chain.number:
-            record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in self.chain.common.items()})
-            self._whole = self.chain.number, record
+    def _whole_record(self, chain: DownloadChain) -> ArrayRecord:
+        if self._whole is None or self._whole[0] != chain.number:
+            record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in chain.shared_copy.items()})
+            self._whole = chain.number, record
         return self._whole[1]
 
-    def answered(self, node: int, number: int) -> None:
-        """A client with a copy has used this model, so that its copy is of it."""
+    def client_answered(self, node: int, number: int) -> None:
+        """Note that a client has answered a message with this model; if it keeps a copy, that is now of this model."""
         if node in self.copies:
-            self.has(node, number)
+            self.client_has(node, number)
 
-    def has(self, node: int, number: int) -> None:
-        """A client has told that it has this model."""
+    def client_has(self, node: int, number: int) -> None:
+        """Note that a client is certain to have a copy of this model."""
         if self.chain is not None and number < PERSONAL:
-            put_last(self.copies, node, number)
+            self.copies.put(node, number)
 
-    def has_none(self, node: int) -> None:
+    def forget_copy(self, node: int) -> None:
+        """Note that a client has no copy that can be used."""
         self.copies.pop(node, None)

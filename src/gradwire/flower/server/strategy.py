@@ -1,4 +1,4 @@
-"""`Compressed`: any strategy of Flower, with messages compressed on their way."""
+"""`Compressed`: any strategy of Flower, over a grid that compresses its messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import (
 
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import GradwireError, SpecError
-from gradwire.flower.server.download_chain import Chain
+from gradwire.flower.server.download_chain import DownloadChain
 from gradwire.flower.server.wire_grid import Wire
 from gradwire.flower.shared.adaptive_rate import Rate
 from gradwire.flower.shared.adaptive_rate import parse as parse_rate
@@ -27,13 +27,17 @@ CLIPPED_BY_CLIENTS = (DifferentialPrivacyClientSideAdaptiveClipping, Differentia
 
 
 class Compressed(Strategy):
-    """A strategy whose clients use `gradwire.flower.compress`.
+    """A strategy whose clients use the mod `gradwire.flower.compress`.
 
         strategy = gradwire.flower.Compressed(FedAvg(fraction_train=0.5))
 
-    `download` is a recipe for what goes to clients ("stc"; None for whole models), `rate` an adaptive rate of their
-    updates (`AdaQuantFL()`, `FedDQ()`). `start` runs the strategy's own `start` over a grid that decodes; all else is
-    the strategy's own.
+    `download` is a recipe for what goes to clients ("stc"; None for whole models), and `rate` is an adaptive rate of
+    their updates (`AdaQuantFL()`, `FedDQ()`).
+
+    `start` runs the `start` of the wrapped strategy over a `Wire`, so that the strategy sees models and replies as it
+    would without gradwire; all other methods and attributes are those of the wrapped strategy. Every `start` is a new
+    training. It never averages or weights anything itself, and has to be the outermost strategy. Flower calls it in the
+    thread of the server app; `stats` may be called from any thread.
     """
 
     def __init__(self, strategy: Strategy, *, download: Spec | None = None, rate: Rate | str | None = None):
@@ -52,28 +56,30 @@ class Compressed(Strategy):
         if rate is not None and not isinstance(rate, str | Rate):
             raise SpecError(f"a rate is AdaQuantFL(…), FedDQ(…) or text such as 'feddq', not {rate!r}")
         if download is not None:
-            Chain(download)  # a SpecError now rather than when the training starts
+            DownloadChain(download)  # raises a SpecError now rather than when the training starts
         self.strategy, self.download = strategy, download
         self.rate = parse_rate(rate) if isinstance(rate, str) else rate
         self.wire: Wire | None = None
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
+        """Run a new training by the `start` of the wrapped strategy, which gets all other arguments."""
         weighted_by = getattr(self.strategy, "weighted_by_key", "num-examples")
-        rate = replace(self.rate) if self.rate else None  # each training has its own first loss
-        alike = isinstance(self.strategy, FedAvg)  # as all of Flower's own are
-        self.wire = Wire(grid, download=self.download, rate=rate, weighted_by=weighted_by, alike=alike)
+        rate = replace(self.rate) if self.rate else None  # each training begins with a first loss of its own
+        averages = isinstance(self.strategy, FedAvg)  # as all strategies of Flower do
+        self.wire = Wire(grid, download=self.download, rate=rate, weighted_by=weighted_by, require_same_layout=averages)
         return self.strategy.start(self.wire, *args, **options)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Messages and bytes of the run so far, by category of message: train, evaluate, query."""
+        """Return the messages and bytes of the training so far, by category of message: train, evaluate, query."""
         return {name: asdict(traffic) for name, traffic in self.wire.meter.by_category.items()} if self.wire else {}
 
-    # ── the strategy's own ──
+    # ── Flower's interface, passed on to the wrapped strategy ──
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        if not isinstance(grid, Wire):  # the start of a strategy around this one: nothing would be compressed
+        """Return the wrapped strategy's messages for a round of training."""
+        if not isinstance(grid, Wire):  # another strategy wraps this one, so that nothing would be compressed
             raise GradwireError(
                 "gradwire.flower.Compressed has to be the outermost strategy: Compressed(Other(FedAvg())), not "
                 "Other(Compressed(FedAvg()))"
@@ -83,20 +89,24 @@ class Compressed(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the wrapped strategy's next model and metrics."""
         return self.strategy.aggregate_train(server_round, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        """Return the wrapped strategy's messages for an evaluation on clients."""
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return the wrapped strategy's metrics of an evaluation."""
         return self.strategy.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
+        """Log the configuration of the wrapped strategy."""
         self.strategy.summary()
 
     def __getattr__(self, name: str) -> Any:
-        if "strategy" not in self.__dict__:  # while it is copied
+        if "strategy" not in self.__dict__:  # as while it is being copied
             raise AttributeError(name)
         return getattr(self.strategy, name)

@@ -1,4 +1,4 @@
-"""What travelled between server and clients, measured at Flower's messages."""
+"""Counts of the messages and bytes that travel between server and clients, measured at Flower's messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.flower.shared.message_lengths import message_bytes
 
 @dataclass
 class Traffic:
-    """Of one category of messages."""
+    """The counts of one category of messages. docs/flower.md explains them; `Compressed.stats` returns them."""
 
     messages: int = 0
     replies: int = 0
@@ -20,20 +20,29 @@ class Traffic:
     upload_bytes: int = 0
     dense_download_bytes: int = 0  # of the same models and replies as raw arrays, without Flower's own bytes
     dense_upload_bytes: int = 0  # an update counts as a model in the dtypes of the first that clients were sent
-    rejected: int = 0
+    rejected: int = 0  # replies
 
 
 class Meter:
+    """The counts of a training, by category of message: `train`, `evaluate`, `query`.
+
+    Its methods are the only ones that change the counts. They are called in the thread of the server app.
+    """
+
     def __init__(self) -> None:
         self.by_category: dict[str, Traffic] = {}
-        self._first: dict[tuple[str, tuple[int, ...]], int] = {}  # bytes of the first model's arrays, by name and shape
+        self._first_sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # bytes of the first model, by name and shape
 
-    def of(self, message: Message) -> Traffic:
+    def _traffic(self, message: Message) -> Traffic:
         return self.by_category.setdefault(category(message), Traffic())
 
-    def leaving(self, message: Message, sizes: dict[int, int]) -> None:
-        """`sizes` are those of records by identity: models are the same in many messages, and are measured once."""
-        traffic = self.of(message)
+    def count_message(self, message: Message, sizes: dict[int, int]) -> None:
+        """Count a message that leaves.
+
+        `sizes` are the bytes of records by their identity, which this method fills: many messages carry the same model,
+        which is measured once.
+        """
+        traffic = self._traffic(message)
         traffic.messages += 1
         if not message.has_content():
             return
@@ -43,24 +52,34 @@ class Meter:
         records = sum(sizes[id(record)] for record in message.content.values())
         traffic.download_bytes += records + len(message.content.deflate()) + len(message.deflate())
 
-    def arrived(self, reply: Message) -> None:
-        traffic = self.of(reply)
+    def count_reply(self, reply: Message) -> None:
+        """Count a reply that arrived, whether it can be used or not."""
+        traffic = self._traffic(reply)
         traffic.replies += 1
         traffic.upload_bytes += message_bytes(reply)
 
-    def dense_model(self, message: Message, model: ArrayRecord) -> None:
-        """A model that leaves, whole or not."""
-        self._first = self._first or {(name, tuple(a.shape)): len(a.data) for name, a in model.items()}
-        self.of(message).dense_download_bytes += dense_bytes(model)
+    def count_dense_model(self, message: Message, model: ArrayRecord) -> None:
+        """Count the uncompressed bytes of the model that a message stands for."""
+        if not self._first_sizes:
+            self._first_sizes = {(name, tuple(a.shape)): len(a.data) for name, a in model.items()}
+        self._traffic(message).dense_download_bytes += _dense_bytes(model)
 
-    def dense_update(self, reply: Message, model: ArrayRecord) -> None:
-        """What a client would have sent in place of an update to this model.
+    def count_dense_update(self, reply: Message, model: ArrayRecord) -> None:
+        """Count the bytes that a client would have sent without compression in place of an update to this model.
 
-        Clients keep to the dtypes they began with, while some strategies (FedAdam) make fp64 of the server's fp32.
+        Clients keep the dtypes they began with, while some strategies (FedAdam) turn the server's fp32 into fp64.
         """
-        sizes = ((self._first.get((name, tuple(a.shape))), a) for name, a in model.items())
-        self.of(reply).dense_upload_bytes += sum(len(a.data) if size is None else size for size, a in sizes)
+        sizes = ((self._first_sizes.get((name, tuple(a.shape))), a) for name, a in model.items())
+        self._traffic(reply).dense_upload_bytes += sum(len(a.data) if size is None else size for size, a in sizes)
+
+    def count_dense_reply(self, reply: Message) -> None:
+        """Count the bytes of the arrays in a reply that is not compressed."""
+        self._traffic(reply).dense_upload_bytes += sum(map(_dense_bytes, reply.content.array_records.values()))
+
+    def count_rejected(self, reply: Message) -> None:
+        """Count a reply that the server rejected."""
+        self._traffic(reply).rejected += 1
 
 
-def dense_bytes(record: ArrayRecord) -> int:
+def _dense_bytes(record: ArrayRecord) -> int:
     return sum(len(array.data) for array in record.values())

@@ -1,1 +1,1 @@
-"""What the client and the server share: updates and models as bytes, and the notes between them."""
+"""What clients and the server both use: the bytes of updates and downloads, and the conversion of Flower's arrays."""

@@ -1,4 +1,4 @@
-"""Flower's arrays and torch's tensors, without more copies than it takes."""
+"""Conversion between Flower's arrays and torch's tensors, with as few copies as possible."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ NUMPY = "numpy.ndarray"
 _SUPPORTED = {str(dtype).removeprefix("torch."): dtype for dtype in headers.DTYPES}
 
 
-class Decoded(Array):
-    """An array of which no bytes are made unless somebody asks for them.
+class DecodedArray(Array):
+    """A Flower array that is serialized to bytes only when somebody asks for `data`.
 
-    `make` gives every caller of `numpy` an array of his own, as Flower's does; it is of the same kind as `like`.
+    `make` returns the tensor; it is called for every call of `numpy`, so that each caller may change what he gets, as
+    with Flower's own arrays. The tensor has the dtype and the shape of `template`.
     """
 
-    def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor]):
-        name = str(like.dtype).removeprefix("torch.")
-        self.__dict__.update(_make=make, dtype=name, shape=tuple(like.shape), stype=NUMPY)
+    def __init__(self, template: torch.Tensor, make: Callable[[], torch.Tensor]):
+        name = str(template.dtype).removeprefix("torch.")
+        self.__dict__.update(_make=make, dtype=name, shape=tuple(template.shape), stype=NUMPY)
 
     def numpy(self) -> np.ndarray:
+        """Return the entries as an array that the caller may change."""
         return super().numpy() if "data" in self.__dict__ else self.__dict__["_make"]().numpy()
 
     def __getattr__(self, name: str) -> Any:
@@ -39,15 +41,15 @@ class Decoded(Array):
         return self.data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Elsewhere, and in copies, it is an ordinary array."""
+        """Pickles and copies are ordinary arrays of Flower."""
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
-Decoded.__qualname__ = Array.__qualname__  # by which Flower knows what to make of an object's bytes
+DecodedArray.__qualname__ = Array.__qualname__  # Flower finds the class of an object's bytes by this name
 
 
 def record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """A record of these very arrays: Flower's constructor would make bytes of those that are decoded."""
+    """Return a record of these very arrays. Flower's constructor would serialize every `DecodedArray` among them."""
     result = ArrayRecord()
     for name, array in arrays.items():
         result[name] = array
@@ -55,17 +57,19 @@ def record(arrays: Mapping[str, Array]) -> ArrayRecord:
 
 
 def supported(arrays: Iterable[Array]) -> bool:
-    """Whether all arrays are NumPy's, of dtypes and ranks that frames can hold."""
+    """Whether all arrays are NumPy arrays with dtypes and ranks that frames can hold."""
     return all(
         array.stype == NUMPY and array.dtype in _SUPPORTED and len(array.shape) <= headers.MAX_RANK for array in arrays
     )
 
 
 def tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Return all arrays of a record as tensors; see `tensor`."""
     return {name: tensor(name, array) for name, array in arrays.items()}
 
 
 def tensor(name: str, array: Array) -> torch.Tensor:
+    """Return an array as a tensor, which may share memory with it. Raises a GradwireError for what no frame holds."""
     entries = values(name, array)
     if array.dtype not in _SUPPORTED:
         raise GradwireError(f"the array {name!r} is {array.dtype}, which no frame holds")
@@ -73,12 +77,13 @@ def tensor(name: str, array: Array) -> torch.Tensor:
 
 
 def values(name: str, array: Array) -> np.ndarray:
-    """The entries of an array, without a copy, if it is what it says it is; else a GradwireError.
+    """Return the entries of an array without a copy.
 
-    NumPy's own reader allocates whatever the bytes say of their shape.
+    Raises a GradwireError if its bytes do not have the dtype and the shape that the array states. NumPy's own reader
+    is not used, since it allocates whatever the bytes claim.
     """
     try:
-        entries = array.numpy() if isinstance(array, Decoded) else _entries(array)
+        entries = array.numpy() if isinstance(array, DecodedArray) else _entries(array)
         if str(entries.dtype) != array.dtype or entries.shape != tuple(array.shape):
             raise ValueError(
                 f"{array.dtype} of shape {tuple(array.shape)}, but its data is {entries.dtype} {entries.shape}"
@@ -104,5 +109,6 @@ def _entries(array: Array) -> np.ndarray:
 
 
 def array(values: torch.Tensor) -> Array:
-    own = values.clone()
-    return Decoded(own, own.clone)
+    """Return a tensor as an array; later changes of the tensor do not show in it."""
+    private = values.clone()
+    return DecodedArray(private, private.clone)

@@ -1,6 +1,6 @@
-"""What the two sides tell each other beside the frames: the server's note, and the head of an update.
+"""What server and clients tell each other beside the frames: the server's note, and the header of an update.
 
-docs/flower.md has every byte.
+docs/flower.md specifies every byte.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from gradwire import kernels
 from gradwire.errors import FrameError
@@ -20,8 +20,8 @@ WIRE = 1  # the version of the note and of updates
 NOTE = ARRAY = STYPE = "gradwire"
 TOKEN = TRAINING = 8  # bytes
 MAGIC = b"GWU"
-PERSONAL = 2**31  # numbers from here on are of models that not all clients get
-# Codes of error replies: Flower's "a mod failed", and one of our own.
+PERSONAL = 2**31  # models with this number or a higher one are not the same for all clients
+# Codes of error replies: REFUSED is Flower's own for a mod that failed; NEEDS_WHOLE asks for the whole model.
 REFUSED, NEEDS_WHOLE = 6, 1606
 _HEAD = struct.Struct("<3sBI8sII")
 _CHECKED_FROM = 8
@@ -29,15 +29,16 @@ _CHECKED_FROM = 8
 
 @dataclass(frozen=True)
 class Note:
-    """The record `gradwire` in a message of the server."""
+    """What the server tells a client beside the model: the record `gradwire` in its message."""
 
-    training: bytes
+    training: bytes  # identifies the training
     model: int  # number of the model in this message
-    accepted: tuple[bytes, ...] = ()
-    rate: str | None = None
-    have: int | None = None  # the model that updates in this message start from, where downloads are compressed
+    accepted: tuple[bytes, ...] = ()  # tokens of the updates of this client that the server accepted last
+    rate: str | None = None  # instruction of an adaptive rate
+    have: int | None = None  # with compressed downloads: the model that the steps start from, 0 if the model is whole
 
     def record(self) -> ConfigRecord:
+        """Return the note as a record for Flower's message."""
         record = ConfigRecord(
             {"wire": WIRE, "training": self.training, "model": self.model, "accepted": b"".join(self.accepted)}
         )
@@ -49,6 +50,7 @@ class Note:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Note:
+        """Read the record of a received message. Raises a FrameError if it is damaged or of another version."""
         if record.get("wire") != WIRE:
             raise FrameError(
                 f"the server speaks version {record.get('wire')} of gradwire's messages, this client version {WIRE}: "
@@ -64,7 +66,7 @@ class Note:
         return note
 
     def _check(self) -> None:
-        """Of what a server may say, so that nothing else is met when the training is done."""
+        """Raise a ValueError for anything that no server sends, before a training is spent on it."""
         numbers = [self.model] if self.have is None else [self.model, self.have]
         if not all(type(n) is int for n in numbers) or not 0 < self.model < 2**32 or min(numbers) < 0:
             raise ValueError("numbers out of range")
@@ -75,27 +77,34 @@ class Note:
 
 
 def with_records(message: Message, records: Mapping[str, Any]) -> Message:
-    """The same message with other content."""
-    return like(message, content=RecordDict(dict(records)))
+    """Return a message with the same metadata and other records."""
+    return _with_metadata_of(message, content=RecordDict(dict(records)))
 
 
-def like(message: Message, **content_or_error: Any) -> Message:
-    make: Any = Message  # Flower's own engines use `metadata`, which its type hints leave out
-    return make(metadata=message.metadata, **content_or_error)
+def with_error(message: Message, error: Error) -> Message:
+    """Return a message with the same metadata that carries an error in place of its content."""
+    return _with_metadata_of(message, error=error)
+
+
+def _with_metadata_of(message: Message, **content_or_error: Any) -> Message:
+    construct: Any = Message  # Flower's own engines pass `metadata`, which its type hints leave out
+    result: Message = construct(metadata=message.metadata, **content_or_error)
+    return result
 
 
 def single_arrays(message: Message) -> tuple[str, ArrayRecord] | None:
-    """The one ArrayRecord of a message, and its key; None if there is not exactly one."""
+    """Return the key and the value of the only ArrayRecord of a message, or None if there is not exactly one."""
     records = [(k, r) for k, r in message.content.items() if isinstance(r, ArrayRecord)]
     return records[0] if len(records) == 1 else None
 
 
 def category(message: Message) -> str:
+    """Return what a message is for: `train`, `evaluate` or `query`, without the name of an action behind it."""
     return message.metadata.message_type.partition(".")[0]
 
 
 def fingerprint(arrays: ArrayRecord) -> int:
-    """Of names and shapes, in order."""
+    """Return a CRC-32 of the names and shapes of the arrays, in their order."""
     return zlib.crc32(repr([(name, tuple(array.shape)) for name, array in arrays.items()]).encode())
 
 
@@ -103,7 +112,8 @@ def fingerprint(arrays: ArrayRecord) -> int:
 
 
 def seal(token: bytes, model: int, arrays: ArrayRecord, data: bytes) -> ArrayRecord:
-    """The record of an update to the model in `arrays`."""
+    """Return the record of an update: a header with its token, the number and fingerprint of the model in `arrays`
+    and a checksum, then `data`, the bytes of `update.encode`."""
     head = _HEAD.pack(MAGIC, WIRE, 0, token, model, fingerprint(arrays))
     checksum = kernels.crc32(memoryview(data), kernels.crc32(memoryview(head)[_CHECKED_FROM:]))
     whole = head[:4] + struct.pack("<I", checksum) + head[_CHECKED_FROM:] + data
@@ -111,21 +121,26 @@ def seal(token: bytes, model: int, arrays: ArrayRecord, data: bytes) -> ArrayRec
 
 
 def as_bytes_record(data: bytes) -> ArrayRecord:
-    """Bytes that are gradwire's, in the place of a model's arrays."""
+    """Return a record that carries bytes of gradwire in place of a model's arrays."""
     return ArrayRecord({ARRAY: Array("uint8", (len(data),), STYPE, data)})
 
 
 def is_bytes_record(arrays: ArrayRecord) -> bool:
+    """Whether a record carries bytes of gradwire rather than a model's arrays."""
     return any(array.stype == STYPE for array in arrays.values())
 
 
 def open_update(record: ArrayRecord, model: int, arrays: ArrayRecord) -> tuple[bytes, memoryview]:
-    """Token and data of an update to this model, checked as far as that goes without decoding."""
+    """Return the token and the data of a record that `seal` made, or raise a FrameError.
+
+    `model` and `arrays` are the number and the arrays of the model that this client was sent. Everything is checked
+    that can be checked without decoding: length, version, checksum, model and fingerprint.
+    """
     if list(record) != [ARRAY]:
         raise FrameError("other arrays beside the update")
     data = memoryview(record[ARRAY].data)
     entries = sum(_entries(array) for array in arrays.values())
-    most = 8 * entries + 1024 * (len(arrays) + 1)  # fp64 as it is, and a head for every tensor
+    most = 8 * entries + 1024 * (len(arrays) + 1)  # fp64 as it is, and a header for every tensor
     if len(data) > most:
         raise FrameError(f"{len(data)} bytes, but an update of this model has at most {most}")
     if len(data) < _HEAD.size:

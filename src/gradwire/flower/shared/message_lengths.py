@@ -1,4 +1,4 @@
-"""How many bytes Flower's messages take: the lengths of the objects that it pushes for them, one by one."""
+"""How many bytes a Flower message takes: the sum of the lengths of the objects that Flower pushes for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from flwr.supercore.inflatable.inflatable_object import InflatableObject, no_obj
 from gradwire.flower.shared.message import is_bytes_record, with_records
 
 
-class _AsLong(Array):
-    """Stands for an array of ours when lengths are measured: Flower would hash its megabytes to name them."""
+class _UnhashedArray(Array):
+    """Stands for an array of gradwire's bytes while lengths are measured.
+
+    Flower would hash the megabytes of each chunk to find its name; here chunks are named by their position.
+    """
 
     def __init__(self, array: Array):
         self.__dict__.update(array.__dict__)
@@ -22,44 +25,44 @@ class _AsLong(Array):
         self.__dict__["_chunks"] = [(f"{id(array):032x}{i:032x}", ArrayChunk(chunk)) for i, chunk in enumerate(chunks)]
 
 
-_AsLong.__qualname__ = Array.__qualname__
+_UnhashedArray.__qualname__ = Array.__qualname__
 
 
 def message_bytes(message: InflatableObject) -> int:
-    """What a message or a record takes on the wire: the lengths of all objects that Flower would push for it."""
+    """Return the bytes that a message or a record takes on the wire: those of all objects that Flower pushes for it."""
     if isinstance(message, Message) and message.has_content():
-        records = {key: _as_long(record) for key, record in message.content.items()}
+        records = {key: _unhashed(record) for key, record in message.content.items()}
         message = with_records(message, records)
-    with no_object_id_recompute():  # else every object is hashed again for each that refers to it
-        return sum(map(_length, _nested(message)))
+    with no_object_id_recompute():  # otherwise every object would be hashed again for each that refers to it
+        return sum(map(_length, _all_objects(message)))
 
 
-def _as_long(record: Any) -> Any:
+def _unhashed(record: Any) -> Any:
     if not isinstance(record, ArrayRecord) or not is_bytes_record(record):
         return record
     result = ArrayRecord()
     for name, array in record.items():
-        result[name] = _AsLong(array)
+        result[name] = _UnhashedArray(array)
     return result
 
 
-def _nested(root: InflatableObject) -> Iterable[InflatableObject]:
-    """The objects of a message, each once."""
-    found: dict[str, InflatableObject] = {}
+def _all_objects(root: InflatableObject) -> Iterable[InflatableObject]:
+    """Return the objects of a message, each of them once."""
+    objects: dict[str, InflatableObject] = {}
 
     def visit(name: str, part: InflatableObject) -> None:
         for child, inner in (part.children or {}).items():
             visit(child, inner)
-        found[name] = part
+        objects[name] = part
 
     visit("", root)
-    return found.values()
+    return objects.values()
 
 
 def _length(part: InflatableObject) -> int:
     if not isinstance(part, ArrayChunk):
         return len(part.deflate())
-    # As it is deflated, a chunk has its length in digits before it.
+    # A deflated chunk begins with its length in decimal digits.
     return _EMPTY_CHUNK + len(str(len(part.data))) - 1 + len(part.data)
 
 

@@ -1,6 +1,7 @@
-"""An update as bytes: which tensors each frame carries, and the frames. docs/flower.md has every byte.
+"""The bytes of an update: a table that says which tensors each frame carries, then the frames.
 
-Knows tensors and their names, and nothing of Flower; `message_prefix.py` puts the head before it.
+docs/flower.md specifies every byte. This module works on tensors and their names and knows nothing of Flower;
+`message.seal` puts the header with token, model number and checksum before these bytes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,26 +23,42 @@ from gradwire.catalogue.spec_by_name import SMALL, Spec
 from gradwire.codecs import CONVERTIBLE
 from gradwire.correct.error_memory import Residual
 from gradwire.errors import FrameError, GradwireError
-from gradwire.flower.shared.lazy_tensors import MOST, Later
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader, varint
 
 Tensors = Mapping[str, torch.Tensor]
-STATISTICS = ("*running_mean", "*running_var")  # of batch normalization: lossy steps would make them negative
-VARIANCES = STATISTICS[1]  # batch normalization takes their square root
+# Running statistics of batch normalization. Coarse steps could make a variance negative, and its square root is taken.
+STATISTICS = ("*running_mean", "*running_var")
+VARIANCES = STATISTICS[1]
 MOST_FRAMES = 2**20
 
 
 @dataclass
 class Encoded:
-    """An update on its way, and what it leaves out."""
+    """The bytes of an update, and the error memory after it: what the bytes leave out, by name of tensor.
+
+    Only tensors whose recipe keeps an error memory are in `memory`.
+    """
 
     data: bytes
-    memory: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, of tensors whose recipe remembers
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class DeferredDecoding(Protocol):
+    """What a server passes to `decode` so that large tensors are decoded later, and the others are checked its way."""
+
+    def start_update(self) -> None:
+        """Begin with a new update."""
+
+    def add(self, name: str, header: headers.Header, payload: np.ndarray, before: torch.Tensor) -> None:
+        """Take the frame of a large tensor, which `decode` then leaves out of its result."""
+
+    def check(self, name: str, after: torch.Tensor, before: torch.Tensor) -> None:
+        """Raise a FrameError if a decoded tensor must not be handed to a strategy."""
 
 
 def full_spec(spec: Spec) -> Spec:
-    """The spec of all tensors of a model: running statistics as `bf16`, unless a pattern names them."""
+    """Return the spec for all tensors of a model: running statistics travel as `bf16` unless a pattern names them."""
     patterns = spec if isinstance(spec, Mapping) else {"*": spec}
     named = any("running_" in pattern for pattern in patterns)
     return patterns if named else {**dict.fromkeys(STATISTICS, "bf16"), **patterns}
@@ -50,10 +68,11 @@ def encode(
     differences: Tensors, values: Tensors, names: Sequence[str], spec: Spec, memory: Tensors | None = None,
     steps: int = 0, seed: int = 0,
 ) -> Encoded:  # fmt: skip
-    """Table and frames of an update: float `differences`, lossy by `spec`, and `values` as they are.
+    """Encode an update as a table and frames: float `differences`, lossy by `spec`, and `values` without loss.
 
-    `names` are all names of the model in its order, `memory` is what earlier updates left out, `steps` how many
-    there were, and `seed` differs between clients.
+    `names` are all tensor names of the model in its order, `memory` is the error memory before this update, `steps`
+    is the number of updates before this one, and `seed` differs between clients. Raises a GradwireError if a
+    difference is not finite. The arguments are not changed.
     """
     numbers = {name: i for i, name in enumerate(names)}
     recipes, errors = ModelRecipes(full_spec(spec)), Residual()
@@ -81,12 +100,14 @@ def encode(
 
 
 def decode(
-    data: codecs.Bytes, model: Tensors, new_dtypes: bool = False, later: Later | None = None
+    data: codecs.Bytes, model: Tensors, new_dtypes: bool = False, deferred: DeferredDecoding | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors that the update changes, as they are after it; large ones may be left for `later`.
+    """Decode an update to `model`: return the tensors that it changes, as they are after it.
 
-    Takes no more memory than the model itself, whatever the bytes say. All have the dtypes of the model's tensors, also
-    integers of which Flower has made floats by averaging; with `new_dtypes` values may have any.
+    Large tensors go to `deferred` instead, if it is given. All results have the dtypes of the model's tensors, also
+    where Flower has turned integers into floats by averaging them; with `new_dtypes`, values keep the dtype in which
+    they were sent. Raises a FrameError if the bytes are damaged or hostile; whatever they claim, no more memory is
+    allocated than the model itself takes. The model is not changed.
     """
     view = memoryview(codecs.as_bytes(data))
     names = list(model)
@@ -95,8 +116,8 @@ def decode(
         raise FrameError(f"{len(frames)} frames, but {len(table)} are announced")
     result: dict[str, torch.Tensor] = {}
     seen: set[str] = set()
-    if later is not None:
-        later.tensors = {}
+    if deferred is not None:
+        deferred.start_update()
     for frame, (is_value, group) in zip(frames, table, strict=True):
         header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
         sizes = [model[name].numel() for name in group]
@@ -109,30 +130,23 @@ def decode(
             if not new_dtypes:
                 _check_dtypes(header, group, model)
             _put_values(header, payload, group, model, result, new_dtypes)
-        elif later is not None and _is_large(header, group, model):
-            later.add(group[0], header, payload, model[group[0]])
+        elif deferred is not None and _is_large(header, group, model):
+            deferred.add(group[0], header, payload, model[group[0]])
         else:
             _add_differences(header, payload, group, model, result)
     for name, tensor in result.items():
-        if later is not None:  # on a server, for a strategy
-            check_size(name, tensor, model[name])
-        elif tensor.is_floating_point() and not np.isfinite(_largest(tensor)):
+        if deferred is not None:
+            deferred.check(name, tensor, model[name])
+        elif tensor.is_floating_point() and not np.isfinite(largest_magnitude(tensor)):
             raise FrameError(f"a NaN or an infinity in {name!r} after the update")
     return result
 
 
-def check_size(name: str, tensor: torch.Tensor, before: torch.Tensor) -> None:
-    """A FrameError where a tensor is not finite, or too large to be anything but diverged, and was not before."""
-    if not tensor.is_floating_point() or (largest := _largest(tensor)) <= MOST:
-        return
-    if not before.is_floating_point() or not largest <= _largest(before):
-        raise FrameError(f"a NaN, an infinity or {largest:.3g} in {name!r} after the update")
-
-
 def _table(view: memoryview, names: Sequence[str]) -> tuple[list[tuple[bool, list[str]]], list[memoryview]]:
+    """Read the table, as pairs of "are these values?" and the names of a frame's tensors, and split the frames."""
     reader = Reader(view)
     table = []
-    left = len(names)  # each tensor is in one frame at most, so that a hostile table is not longer than an honest one
+    left = len(names)  # a tensor is in one frame at most, so that a hostile table is no longer than an honest one
     for _ in range(reader.varint(min(MOST_FRAMES, len(names)))):
         count, is_value = divmod(reader.varint(2 * left + 1), 2)
         if not count:
@@ -155,7 +169,7 @@ def _put_values(
 ) -> None:  # fmt: skip
     flat = torch.empty(header.elements, dtype=header.dtype)
     codecs.decode_payload(header, payload, flat)
-    for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
+    for name, part in zip(group, torch.split(flat, [model[n].numel() for n in group]), strict=True):
         result[name] = part.view(model[name].shape).to(header.dtype if new_dtypes else model[name].dtype)
 
 
@@ -171,22 +185,23 @@ def _add_differences(
         return
     flat = torch.empty(header.elements)
     codecs.decode_payload(header, payload, flat)
-    for name, part in zip(group, flat.split([model[n].numel() for n in group]), strict=True):
+    for name, part in zip(group, torch.split(flat, [model[n].numel() for n in group]), strict=True):
         result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)
 
 
 def _is_large(header: headers.Header, group: list[str], model: Tensors) -> bool:
-    """Whether it is a tensor by itself, of the kind that all frames with differences hold."""
+    """Whether a frame of differences holds a single large fp32 tensor that is no variance, which may need clamping."""
     fp32 = header.dtype == model[group[0]].dtype == torch.float32
     return len(group) == 1 and header.elements >= SMALL and fp32 and not is_variance(group[0])
 
 
 def is_variance(name: str) -> bool:
+    """Whether a tensor of this name is a running variance of batch normalization."""
     return fnmatch.fnmatchcase(name, VARIANCES)
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude; NaN where there is one."""
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude of the entries, 0 if there are none, NaN if one of them is NaN."""
     if not tensor.numel():
         return 0.0
     if tensor.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""The same tasks with many clients and a server, as apps for Flower.
+"""The tasks of `gradwire.tasks` with a server and many clients, as apps for Flower.
 
-`settings` knows nothing of Flower; `apps` makes a pair of apps of one `FederatedRun` or several.
+`settings` says what a run does and needs no Flower; `apps` makes a server app and a client app for one or more runs.
 """

@@ -1,4 +1,4 @@
-"""A client: some epochs over its own examples, from the model it receives."""
+"""The client app: a client trains some epochs over its own examples, starting from the model that it receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flwr.common.constant import ErrorCode
 from gradwire.errors import GradwireError
 from gradwire.flower import compress
 from gradwire.tasks.example_order import derived_seed
-from gradwire.tasks.federated.gradients import Gradients, gradients_for
+from gradwire.tasks.federated.gradients import BatchGradients, gradients_for
 from gradwire.tasks.federated.settings import FederatedSettings
 from gradwire.tasks.training import learning_rate_factor
 
@@ -21,8 +21,10 @@ Mod = Callable[[Message, Context, Answer], Message]
 
 
 def client_app(runs: Sequence[tuple[FederatedSettings, str]]) -> ClientApp:
-    """Of several runs, with a codec each; the server names the run. Light, since engines copy it with every message:
-    data are loaded where it runs."""
+    """Return the client app of several runs, each with its settings and codec; the server's messages name the run.
+
+    It holds no data, since engines copy it with every message: the process that trains loads them.
+    """
     app = ClientApp()
     app.query()(number)
     for i, (settings, codec) in enumerate(runs):
@@ -31,19 +33,19 @@ def client_app(runs: Sequence[tuple[FederatedSettings, str]]) -> ClientApp:
 
 
 def action(run: int) -> str:
-    """What Flower calls the different things that an app may do with messages of one type."""
+    """Return the name of a run behind the message type, by which Flower chooses the training function."""
     return f"run{run}"
 
 
 def mods(settings: FederatedSettings, codec: str) -> list[Mod]:
-    """Without compression of any kind, updates are left to Flower."""
+    """Return the mods of a run. Without compression of any kind, gradwire's is not among them."""
     if codec == "none" and not (settings.download or settings.budget or settings.rate):
         return [failures_in_one_line]
     return [failures_in_one_line, compress(codec, budget=settings.budget)]
 
 
 def failures_in_one_line(message: Message, context: Context, answer: Answer) -> Message:
-    """Flower would send the page that Ray makes of it."""
+    """Answer with a short error if the client raises one: Flower would send the page that Ray makes of it."""
     try:
         return answer(message, context)
     except Exception as error:
@@ -52,18 +54,19 @@ def failures_in_one_line(message: Message, context: Context, answer: Answer) -> 
 
 
 def number(message: Message, context: Context) -> Message:
-    """Which part of the data this client has: node ids are random."""
-    own = MetricRecord({"partition-id": int(context.node_config["partition-id"])})
-    return Message(RecordDict({"metrics": own}), reply_to=message)
+    """Answer with the number of this client, which says which part of the data it has: node ids are random."""
+    metrics = MetricRecord({"partition-id": int(context.node_config["partition-id"])})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
 class LocalTraining:
-    """Answers the server's message of a round with the model after this client's training."""
+    """The training function: it answers the server's message with the model after this client's training."""
 
     def __init__(self, settings: FederatedSettings) -> None:
         self.settings = settings
 
     def __call__(self, message: Message, context: Context) -> Message:
+        """Train from the model in the message, and reply with the model and the metrics."""
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         client = int(context.node_config["partition-id"])
@@ -74,20 +77,23 @@ class LocalTraining:
         metrics = MetricRecord({"train_loss": loss, "num-examples": len(self.settings.examples_of(client))})
         return Message(RecordDict({"arrays": ArrayRecord(gradients.state()), "metrics": metrics}), reply_to=message)
 
-    def train(self, gradients: Gradients, client: int, server_round: int) -> float:
-        """The mean loss over the last epoch. Momentum starts anew in every round: it is not sent."""
+    def train(self, gradients: BatchGradients, client: int, server_round: int) -> float:
+        """Train, and return the mean loss over the last epoch.
+
+        Momentum starts at zero in every round, since it is not sent.
+        """
         settings = self.settings
         task, device = settings.load(), gradients.device
         examples = torch.from_numpy(settings.examples_of(client))
         lr = settings.lr * learning_rate_factor(server_round - 1, settings.rounds)
         optimizer = task.build_optimizer(gradients.model, lr)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, client, server_round))
-        total = torch.zeros((), device=device)  # read once, at the end: a GPU would be waited for
+        total = torch.zeros((), device=device)  # on the device until the end: reading it would wait for the GPU
         for _ in range(settings.local_epochs):
             order = examples[torch.randperm(len(examples), generator=generator)]
             inputs, targets = (part.to(device) for part in task.train_batch(order, generator))
             total.zero_()
-            for x, y in zip(inputs.split(settings.batch_size), targets.split(settings.batch_size), strict=True):
+            for x, y in zip(*(torch.split(part, settings.batch_size) for part in (inputs, targets)), strict=True):
                 loss = gradients(x, y)
                 optimizer.step()
                 total += loss * len(y)

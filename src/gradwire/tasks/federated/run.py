@@ -1,4 +1,4 @@
-"""One federated run on the server's side: its rounds, and its figures."""
+"""One federated run on the server's side: its rounds and its results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from gradwire.tasks.federated.settings import FederatedSettings
 from gradwire.tasks.federated.strategy import OnFailure, SeededFedAvg
 from gradwire.tasks.training import own_device
 
-OnRound = Callable[[dict[str, float]], None]  # the figures of a round: those of the history
+OnRound = Callable[[dict[str, float]], None]  # gets the entry of the history for this round
 
 
 class FederatedRun:
-    """What the server does, and what came of it. Callbacks come from the thread of the server app."""
+    """One run: a task trained by federated averaging with one codec, and the history of its rounds.
+
+    The server app calls `serve` once, in its own thread, which also calls `on_round` and `on_failure`; `figures` is for
+    afterwards.
+    """
 
     def __init__(
         self, settings: FederatedSettings, codec: str, on_round: OnRound | None = None,
@@ -33,10 +37,10 @@ class FederatedRun:
         self.history: list[dict[str, float]] = []
         torch.manual_seed(settings.seed)
         self.model = settings.load().build_model()
-        settings.examples_of(0)  # a bad partition is an error here, and not on every client
+        settings.examples_of(0)  # raises the error of a bad partition here rather than on every client
 
     def serve(self, grid: Grid, nodes: Sequence[int], message_type: str) -> None:
-        """All rounds; `nodes` are those of the clients, by their number."""
+        """Run all rounds. `nodes` are the node ids of the clients, in the order of their numbers."""
         self._strategy = SeededFedAvg(self.settings, nodes, message_type, self.on_failure)
         self._compressed = Compressed(self._strategy, download=self.settings.download, rate=self.settings.rate)
         self._compressed.start(
@@ -47,7 +51,7 @@ class FederatedRun:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What came out, and what it cost: bytes are those of whole Flower messages, as they travelled."""
+        """Return the results and their cost. Bytes are those of whole Flower messages, as they travelled."""
         traffic, strategy = self._traffic(), self._strategy
         mean_up, mean_down = (
             traffic["upload_bytes"] / traffic["replies"], traffic["download_bytes"] / traffic["messages"]

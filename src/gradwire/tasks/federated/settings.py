@@ -1,4 +1,4 @@
-"""What a federated run is asked to do, the same on the server and on all clients."""
+"""The settings of a federated run, which are the same on the server and on all clients."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from gradwire.tasks.training import own_device
 
 @dataclass(frozen=True)
 class FederatedSettings:
+    """What a federated run does: its task, clients, rounds and training. Equal settings give equal partitions."""
+
     task: str
     clients: int
     per_round: int  # clients that train in a round
@@ -28,7 +30,9 @@ class FederatedSettings:
     lr: float  # the highest; it falls to zero along half a cosine over the rounds
     seed: int
     evaluate_every: int = 1  # rounds; the last is always evaluated
-    alpha: float = math.inf  # of the Dirichlet distribution that shares out classes; ∞: all clients alike
+    alpha: float = (
+        math.inf
+    )  # of the Dirichlet distribution of classes over clients; ∞ for none: all clients get like data
     data_dir: str = "data"
     device: str = "cpu"
     threads: int | None = None  # of torch, for each client
@@ -37,22 +41,23 @@ class FederatedSettings:
     rate: str | None = None  # how the server changes the clients' recipe over the rounds
 
     def shared(self) -> dict[str, Any]:
-        """What shapes the outcome; JSON has no infinity, and alpha is null where clients are alike."""
+        """Return the settings that shape the outcome, for JSON, which has no infinity: `alpha` is then None."""
         values = asdict(self) | {"alpha": None if self.alpha == math.inf else self.alpha}
         return {name: value for name, value in values.items() if name not in ("data_dir", "threads")}
 
     def load(self) -> Task:
-        """The task with its data, which a process loads once."""
+        """Return the task with its data, which a process loads only once."""
         return _load(self.task, self.data_dir, self.device)
 
     def examples_of(self, client: int) -> np.ndarray:
+        """Return the indexes of a client's training examples."""
         return _parts(self)[client]
 
 
 @functools.lru_cache(maxsize=1)
 def _load(name: str, data_dir: str, device: str) -> Task:
     task = find(name)(Path(data_dir))
-    if device != "cpu" and isinstance(task, ImageTask):  # so that batches need not travel
+    if device != "cpu" and isinstance(task, ImageTask):  # so that batches are on the device already
         task.train = LabelledImages(*(tensor.to(own_device(device)) for tensor in task.train))
     return task
 

@@ -1,4 +1,4 @@
-"""FedAvg whose outcome is a function of the seed."""
+"""`SeededFedAvg`: federated averaging whose outcome depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ OnFailure = Callable[[int, int, str], None]  # round, client, reason
 
 
 class SeededFedAvg(FedAvg):
-    """Flower's FedAvg samples by node ids, which are random, and adds up replies in the order of their arrival.
+    """FedAvg that samples clients, and adds up their replies, by the clients' numbers.
 
-    Here clients are sampled and added up by their number. A client whose reply cannot be used is left out and told
-    of; a round without any reply that can be used ends the run, and so does a lost process.
+    Flower's FedAvg samples by node ids, which are random, and adds up replies in the order of their arrival. A client
+    whose reply cannot be used is left out of the round and reported to `on_failure`. A round without any usable reply
+    raises an AggregateError, which ends the run, and so does the loss of a process.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SeededFedAvg(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        """Return the messages of a round to clients that the seed chooses."""
         self._started = time.perf_counter()
         draw = random.Random(derived_seed(self.settings.seed, 1 << 32, server_round))
         chosen = sorted(draw.sample(range(self.settings.clients), self.settings.per_round))
@@ -52,10 +54,11 @@ class SeededFedAvg(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the weighted mean of the usable replies, and their metrics."""
         arrived = sorted(replies, key=lambda reply: self.numbers[reply.metadata.src_node_id])
-        useful = [reply for reply in arrived if not reply.has_error()]
+        usable = [reply for reply in arrived if not reply.has_error()]
         if any(reply.has_error() and reply.error.code == ErrorCode.UNKNOWN for reply in arrived):
-            # The engine's, not the client's. Flower would go on handing messages to a process that is dead.
+            # An error of the engine, not of the client. Flower would go on sending messages to a dead process.
             raise AggregateError(
                 f"round {server_round}: a process of the simulation was lost: is there enough memory? With more "
                 "--threads, fewer clients run at a time"
@@ -65,14 +68,14 @@ class SeededFedAvg(FedAvg):
             for reply in arrived
             if reply.has_error()
         }
-        if not useful:
+        if not usable:
             client, reason = next(iter(reasons.items()), (None, "no client has replied"))
             who = "" if client is None else f"client {client}: "
             raise AggregateError(f"round {server_round} has no reply that can be used; {who}{reason}")
         for client, reason in reasons.items():
             self.on_failure(server_round, client, reason)
         self.failed += len(reasons)
-        self.raw_upload = self.raw_upload or message_bytes(useful[0])
-        outcome = super().aggregate_train(server_round, useful)
+        self.raw_upload = self.raw_upload or message_bytes(usable[0])
+        outcome = super().aggregate_train(server_round, usable)
         self.seconds.append(time.perf_counter() - self._started)
         return outcome
