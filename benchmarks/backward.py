@@ -159,7 +159,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for shape in options.shapes:
         rows, width, out = (int(part) for part in shape.split(","))
         layer = Layer((rows, width, out), options)
-        result["kernels"] = kernels.rows._kernels(kernels.Side(layer.x, None), kernels.Side(layer.d, None)).__name__
+        found = kernels.implementation(options.device, "rows")
+        result["kernels"] = found.__name__ if found else "gradwire.kernels.reference.rows"
         with progress(f"{rows} rows, {width} → {out}", len(layer.tasks) * options.rounds) as advance:
             result["shapes"].append(measure(layer, clock, speed, advance))
         show(result, result["shapes"][-1])

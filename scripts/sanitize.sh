@@ -37,7 +37,7 @@ sanitized -m pytest -p no:cacheprovider --capture=sys tests/kernels/test_native.
 if [ -e tests/fuzz_decode.py ]; then
   # The peak memory says little here: freed memory is kept for a while to see that nobody uses it.
   sanitized tests/fuzz_decode.py --frames "$frames" --max-growth-mb 4000
-  for name in $(sanitized -c 'from gradwire.kernels import cpu; print(*cpu.instruction_sets())'); do
+  for name in $(sanitized -c 'from gradwire import kernels; print(*kernels.instruction_sets())'); do
     echo "── $name"
     sanitized -c 'import runpy, sys; from gradwire.kernels import cpu; cpu.use(sys.argv.pop(1))
 sys.path.insert(0, "tests"); runpy.run_path("tests/fuzz_decode.py", run_name="__main__")' \

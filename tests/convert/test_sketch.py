@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.convert import sketch
+from gradwire.kernels.reference import sketch as reference
 from support.helpers import FLOATS, assemble, check_contract_3, check_same, encode_into, gradient
 from support.plain_coders import plain_varint
 from support.plain_decoder import plain_decode
@@ -58,11 +58,11 @@ def test_large_entries_are_found() -> None:
 def test_hashes_spread_evenly() -> None:
     """χ² of columns and signs, at an error probability of 10⁻⁶ (z = 4.9, with χ² nearly normal)."""
     for row in range(5):
-        column, sign = sketch.hashed(row, 123, 97, 0, 97_000)
+        column, sign = reference.hashed(row, 123, 97, 0, 97_000)
         counts = np.bincount(column.numpy(), minlength=97)
         assert abs(((counts - 1000) ** 2 / 1000).sum() - 96) < 4.9 * (2 * 96) ** 0.5
         assert abs(int(sign.sum())) < 4.9 * 97_000**0.5
-    one, other = (sketch.hashed(row, 123, 97, 0, 97_000)[0] for row in (0, 1))
+    one, other = (reference.hashed(row, 123, 97, 0, 97_000)[0] for row in (0, 1))
     assert abs(int((one == other).sum()) - 1000) < 4.9 * 1000**0.5
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import codecs, kernels
+from gradwire.codecs import encoding
 from gradwire.convert.conversion import Job
 from gradwire.convert.m22 import M22
 from gradwire.convert.sbc import SBC
@@ -233,7 +234,7 @@ def test_non_finite(backend: str, spec: str, bad: float) -> None:
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the reference looks first")
 @pytest.mark.parametrize("spec", ["sbc", "topk"])
 def test_large_memory_is_restored_to_rounding(spec: str) -> None:
-    n = codecs.CHECKED_AHEAD + 1000
+    n = encoding.CHECKED_AHEAD + 1000
     x, e = gradient(n), gradient(n, 1)
     x[n - 500] = math.nan
     memory = e.clone()

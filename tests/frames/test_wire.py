@@ -119,7 +119,7 @@ def test_golden_damage_has_every_error_of_the_decoders():
     source = Path(gradwire.__file__).parent
     files = [
         source / "compress/positions.py",
-        source / "kernels/reference/sparse.py",
+        source / "kernels/reference/positions.py",
         source / "kernels/reference/grid.py",
     ]
     files += [

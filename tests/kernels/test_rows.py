@@ -190,7 +190,7 @@ def test_the_largest_keys_are_found_and_of_equal_ones_the_first(keys, data):
     "keys", [torch.rand(5000, dtype=torch.float64), torch.rand(5000), torch.rand(99).double()[::3]]
 )
 def test_the_largest_keys_are_those_of_the_reference(keys):
-    check_same(cpu.largest(keys, 20), reference.largest(keys, 20))
+    check_same(kernels.largest(keys, 20), reference.largest(keys, 20))
 
 
 def test_more_keys_than_there_are_cannot_be_chosen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -14,6 +15,7 @@ from gradwire.backward.autograd import weight_gradient
 from gradwire.backward.row_choice import Choice
 from gradwire.backward.row_memory import RowMemory
 from gradwire.backward.row_scales import Factors
+from gradwire.kernels import dispatch
 from gradwire.kernels.cuda import rows as triton_rows
 from gradwire.kernels.reference import rows as reference
 from gradwire.kernels.reference.rows import Side
@@ -236,12 +238,20 @@ def test_what_the_reference_has_to_do():
 def test_weight_gradients_of_a_training(dtype, memory_dtype, monkeypatch):
     """Five batches of changing size, one of them not finite, through `weight_gradient` and its dispatch."""
 
+    def counted(kernel, called):
+        @functools.wraps(kernel)
+        def counting(*args):
+            called.append(kernel.__name__)
+            return kernel(*args)
+
+        return counting
+
     def gradients(which):
         called = []
         for name in ("join_rows", "largest", "take_rows"):
-            kernel = getattr(which, name)
-            monkeypatch.setattr(which, name, lambda *a, name=name, kernel=kernel: called.append(name) or kernel(*a))
-        monkeypatch.setattr(kernels.rows, "_of_device", lambda device: which)
+            monkeypatch.setattr(which, name, counted(getattr(which, name), called))
+        monkeypatch.setitem(dispatch.IMPLEMENTATIONS, ("cpu", "rows"), which.__name__)
+        dispatch.bind(vars(kernels))
         memory = RowMemory(0.9, memory_dtype) if memory_dtype else None
         found = []
         for step, count in enumerate((24, 24, 9, 24, 30)):
@@ -254,6 +264,8 @@ def test_weight_gradients_of_a_training(dtype, memory_dtype, monkeypatch):
         return [*found, memory.inputs, memory.outputs] if memory else found
 
     ours, theirs = gradients(triton_rows), gradients(reference)
+    monkeypatch.undo()
+    dispatch.bind(vars(kernels))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert theirs[3].isnan().all() and theirs[4].isfinite().all()

@@ -6,8 +6,7 @@ import os
 import socket
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import ModuleType
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 
 import gradwire
 from gradwire import kernels
-from gradwire.kernels import reference
 from support.plain_coders import plain_varint
 from support.plain_decoder import DTYPES
 
@@ -41,30 +39,9 @@ NO_NATIVE = bool(os.environ.get("GRADWIRE_NO_NATIVE"))
 native: ModuleType | None = None
 if not NO_NATIVE:
     with suppress(ImportError):  # test_coders.test_native_module_is_here then fails
-        from gradwire.kernels import cpu as native
-BACKENDS = ["reference"] + (native.instruction_sets() if native else [])
-KERNELS = [
-    name for name, value in vars(reference).items()
-    if callable(value) and getattr(value, "__module__", "").startswith(reference.__name__)
-]  # fmt: skip
-
-
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Let all of gradwire run on the reference kernels, or on the native ones of an instruction set."""
-    before = {kernel: getattr(kernels, kernel) for kernel in KERNELS}
-    if name != "reference":
-        native.use(name)
-    chosen = reference if name == "reference" else native
-    try:
-        for kernel in KERNELS:
-            setattr(kernels, kernel, getattr(chosen, kernel, getattr(reference, kernel)))
-        yield
-    finally:
-        for kernel, function in before.items():
-            setattr(kernels, kernel, function)
-        if native:
-            native.use(native.instruction_sets()[-1])
+        from gradwire.kernels import cpu as native  # noqa: F401 (for other tests)
+BACKENDS = ["reference", *kernels.instruction_sets()]
+use_backend = kernels.use
 
 
 # ── tensors and frames ────────────────────────────────────────────────────────────────────────────

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from gradwire import kernels
 from gradwire.convert import stored
 from gradwire.convert.conversion import Converter, Job, NonFinite
 from gradwire.errors import GradwireError
@@ -44,6 +46,15 @@ class Codec:
     def stochastic(self) -> bool:
         """Whether frames depend on the seed."""
         return self.converter.stochastic
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Tell whether all kernels that this codec needs were written for tensors of this device.
+
+        Where they were, a gradient is best encoded where it is, with its error memory on the same device. Where they
+        were not, it is best copied to the CPU once: `encode_into` takes tensors of any device, but has to make that
+        copy for every call, or runs on plain torch. For the CPU the answer is always yes.
+        """
+        return kernels.runs_on(device, self.converter.families)
 
     def max_frame_bytes(self, tensor: torch.Tensor) -> int:
         """What `encode_into` may write at most: the tensor as it is or, segmented, five bytes an entry; a header; room
@@ -87,19 +98,19 @@ class Codec:
         if gradient is None or not flat.numel():
             _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
-        job = given = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
-        if tensor.device.type != "cpu" and not self.converter.any_device:
-            job = given.on_cpu()
+        where_it_is = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
+        stays = kernels.takes(tensor.device, self.converter.families)
+        job = where_it_is if stays else _on_cpu(where_it_is)
         try:
             if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
                 job.require_finite()
             length = self._encode_finite(job, tensor, out)
-            if job is not given and given.memory_out is not None and job.memory_out is not None:
-                given.memory_out.copy_(job.memory_out)
+            if not stays and where_it_is.memory_out is not None and job.memory_out is not None:
+                where_it_is.memory_out.copy_(job.memory_out)
             return length
         except NonFinite:
-            if not given.in_place:
-                _keep(given.memory, given.memory_out)
+            if not where_it_is.in_place:
+                _keep(where_it_is.memory, where_it_is.memory_out)
             finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
             return _frame_of_stored(flat, tensor, out, 0 if finite else headers.NONFINITE)
 
@@ -116,6 +127,15 @@ class Codec:
             out[exact : exact + length] = out[start : start + length].clone()
         flags = headers.SEGMENTED if job.segments and self.converter.lists_segments else 0
         return headers.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
+
+
+def _on_cpu(job: Job) -> Job:
+    """Return a copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
+    memory = None if job.memory is None else job.memory.cpu()
+    memory_out = None
+    if job.memory_out is not None:
+        memory_out = memory if job.in_place else torch.empty(job.count)
+    return replace(job, gradient=job.gradient.cpu(), original=job.original.cpu(), memory=memory, memory_out=memory_out)
 
 
 def _keep(memory: torch.Tensor | None, memory_out: torch.Tensor | None) -> None:

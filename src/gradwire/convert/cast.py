@@ -14,7 +14,7 @@ TARGETS = (torch.float16, torch.bfloat16)
 
 class Cast(Converter):
     wire_id = CAST
-    any_device = True
+    families = ("quantize",)
     elementwise = True
 
     def __init__(self, target: torch.dtype):
@@ -29,7 +29,7 @@ class Cast(Converter):
             torch.sub(u, limit_to(sent.float(), job.dtype).float(), out=job.memory_out)
         length = 1 + 2 * job.count
         out[0] = DTYPES.index(self.target)
-        out[1:length] = sent.cpu().view(torch.uint8)
+        out[1:length] = sent.view(torch.uint8)
         return length
 
 

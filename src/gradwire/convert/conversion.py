@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gradwire import kernels
@@ -20,7 +21,9 @@ class Converter(ABC):
 
     wire_id: int  # of the function that decodes the payload
     stochastic = False  # frames depend on the seed
-    any_device = False  # takes tensors as they are; otherwise they come as copies on the CPU
+    families: tuple[
+        str, ...
+    ]  # of the kernels that its tensors go to: where they run, it takes them (kernels/dispatch.py)
     elementwise = False  # every entry is coded for itself, whatever the others are
     lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
     selects = False  # a few entries of the whole tensor are sent, so that it had better not be cut
@@ -62,17 +65,6 @@ class Job:
             and self.memory.data_ptr() == self.memory_out.data_ptr()
         )
 
-    def on_cpu(self) -> Job:
-        """A copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
-
-        memory = None if self.memory is None else self.memory.cpu()
-        memory_out = None
-        if self.memory_out is not None:
-            memory_out = memory if self.in_place else torch.empty(self.count)
-        return replace(
-            self, gradient=self.gradient.cpu(), original=self.original.cpu(), memory=memory, memory_out=memory_out
-        )
-
     def compensated(self) -> torch.Tensor:
         """u = g + decay·e."""
         return kernels.compensate(self.gradient, self.memory, self.decay)
@@ -84,7 +76,7 @@ class Job:
         """Undo e ← g + decay·e − sent on the entries that were sent, to fp32 rounding."""
         assert self.memory is not None
         part = self.memory[: sent.numel()]
-        part.add_(sent).sub_(self.gradient[: sent.numel()]).div_(self.decay)
+        part.add_(sent.to(part.device)).sub_(self.gradient[: sent.numel()]).div_(self.decay)
 
     def slice(self, start: int, stop: int) -> Job:
         def cut(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,6 +90,11 @@ class Job:
 def require_finite(u: torch.Tensor) -> None:
     if not math.isfinite(kernels.absmax(u)):
         raise NonFinite
+
+
+def in_host_memory(tensor: torch.Tensor) -> np.ndarray:
+    """Return the tensor as an array, as the coders take symbols: the same memory, or a copy where it is elsewhere."""
+    return tensor.cpu().numpy()
 
 
 def limit_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.compress import rans
-from gradwire.convert.conversion import Converter, Job, combine, limit_to
+from gradwire.convert.conversion import Converter, Job, combine, in_host_memory, limit_to
 from gradwire.convert.grid_fit import Fit, Target, choose
 from gradwire.convert.grid_search import Grid
 from gradwire.convert.minifloat import read_segments, read_step, round_step, write
@@ -57,7 +57,8 @@ def table(points: Points, largest: int) -> torch.Tensor:
 
 class Ecq(Converter):
     wire_id = GRID
-    any_device = lists_segments = stores_tiny = True
+    families = ("quantize", "grid")
+    lists_segments = stores_tiny = True
 
     def __init__(self, rate: float | None = DEFAULT_RATE, nmse: float | None = None, rounding: str = "nearest"):
         self.stochastic = rounding == "stochastic"
@@ -98,7 +99,7 @@ class Ecq(Converter):
             job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, table(points, grid.largest),
             kernels.grid_capacity(job.count, segmented), job.seed if self.stochastic else None,
         )  # fmt: skip
-        return symbols.cpu(), _correct(job, points, found)
+        return symbols, _correct(job, points, found)
 
     def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
         """Several small tensors, each with its own step: the same grid in units of their root mean squares."""
@@ -149,7 +150,7 @@ def _correct(job: Job, points: Points, found: tuple[torch.Tensor, torch.Tensor])
 
 
 def _listed(found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
-    return found[0].cpu().numpy(), found[1].cpu().numpy()
+    return in_host_memory(found[0]), in_host_memory(found[1])
 
 
 def _finish(
@@ -157,10 +158,10 @@ def _finish(
 ) -> int:
     """Code symbols as the sample suggests; should it have misled us, count them, and code them again."""
     alphabet, apart = compress.Alphabet(2 * largest + 1, largest), write_outliers(outliers, largest)
-    coded = compress.encode(symbols.numpy(), alphabet, coding) if _covers(coding) else b""
+    coded = compress.encode(in_host_memory(symbols), alphabet, coding) if _covers(coding) else b""
     if not coded or _misled(coding, len(coded)):
         coding = choose(largest, kernels.histogram(symbols, alphabet.symbols), len(symbols))
-        coded = compress.encode(symbols.numpy(), alphabet, coding)
+        coded = compress.encode(in_host_memory(symbols), alphabet, coding)
     return write(out, side, varint(len(apart)), coded, apart)
 
 
@@ -290,7 +291,7 @@ def _decode_symbols(
     if coding.coder == compress.CONSTANT:
         combine(values[compress.read_constant(reader, alphabet)].expand(count), out, 1, accumulate)
         return
-    if coding.coder == compress.RANS and out.dtype == torch.float32 and out.device.type == "cpu":
+    if coding.coder == compress.RANS:
         position = reader.position
         lane_bits, lengths, body = rans.read_head(reader.rest(), count)
         size = kernels.chunk_size(count, len(lengths))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
-from gradwire.convert.conversion import Job, NonFinite
+from gradwire.convert.conversion import Job, NonFinite, in_host_memory
 from gradwire.convert.grid_search import Curve, Grid
 from gradwire.models import histogram
 
@@ -48,7 +48,7 @@ class Target:
         # Part of a sample is enough to search on for a rate, which all of it then corrects.
         in_parts = not (self.stochastic or zeros or self.rate is None) and len(sample) > SEARCHED
         part = sample[:: -(-len(sample) // SEARCHED)] if in_parts else sample
-        curve = Curve(part.cpu().numpy(), zeros, self.stochastic)
+        curve = Curve(in_host_memory(part), zeros, self.stochastic)
         if not math.isfinite(curve.energy):
             raise NonFinite
         if not curve.energy:
@@ -71,7 +71,7 @@ class Target:
 
     def fit_job(self, job: Job) -> Fit | None:
         sample = kernels.sample(job.gradient, job.memory, job.decay)
-        if sample.numel() == job.count or np.count_nonzero(sample.cpu().numpy()) * 64 > sample.numel():
+        if sample.numel() == job.count or np.count_nonzero(in_host_memory(sample)) * 64 > sample.numel():
             return self.fit(sample, job.count)
         job.require_finite()
         u = job.compensated()  # nearly all of the sample is zero: the few entries that are not deserve a full look
@@ -117,7 +117,7 @@ def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = No
 def _counts(sample: torch.Tensor, grid: Grid) -> np.ndarray:
     values = torch.zeros(2 * grid.largest + 1)
     symbols, _ = kernels.grid_quantize(sample, None, None, 0.0, grid.step, grid.shift, values, len(sample))
-    return kernels.histogram(symbols.cpu(), len(values))
+    return kernels.histogram(symbols, len(values))
 
 
 def _fold(counts: np.ndarray, largest: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Converter, Job, NonFinite, combine, limit_to, require_finite
+from gradwire.convert.conversion import Converter, Job, NonFinite, combine, in_host_memory, limit_to, require_finite
 from gradwire.convert.topk import TopK
 from gradwire.errors import FrameError, GradwireError
 from gradwire.frame.byte_fields import Reader, varint
@@ -30,6 +30,7 @@ class Homomorphic(Converter):
     """p is the share of the entries that are sent, None for all that are not zero."""
 
     wire_id = HOMOMORPHIC
+    families = ("quantize", "sparse", "homomorphic")
     sums = stores_tiny = True
 
     def __init__(self, p: float | None = 0.01, bits: int = 32, rounding: str = "nearest"):
@@ -63,7 +64,7 @@ class Homomorphic(Converter):
     def _grid(self, values: torch.Tensor) -> Grid:
         # Few levels are best spent on the bulk of the entries; but what is to be unbiased must not be clipped.
         if self.bits < 32 and not self.stochastic:
-            mean = float(np.square(values.double().numpy()).mean()) if values.numel() else 0.0
+            mean = float(np.square(in_host_memory(values.double())).mean()) if values.numel() else 0.0
             return by_rms(math.sqrt(mean), self.bits, 1)
         return by_largest(exponent_of(kernels.absmax(values)), self.bits, 1)
 
@@ -89,7 +90,7 @@ def _write(positions: torch.Tensor, words: torch.Tensor, count: int, grid: Grid)
 
 
 def _little_endian(words: torch.Tensor) -> bytes:
-    return words.numpy().astype("<i4", copy=False).tobytes()
+    return in_host_memory(words).astype("<i4", copy=False).tobytes()
 
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
-from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.convert.conversion import Converter, Job, in_host_memory, limit_to, require_finite
 from gradwire.convert.level_numbers import LARGEST, PRECISIONS, pack_numbers, read_numbers, round_outward, round_to
 from gradwire.errors import FrameError, SpecError
 from gradwire.frame.byte_fields import Reader, varint
@@ -71,6 +71,7 @@ class Levels(Converter):
     """Base of the methods. Unbiased ones have `outward`: their outer levels enclose every entry."""
 
     wire_id = LEVELS
+    families = ("quantize", "levels")
     lists_segments = stores_tiny = True
     kind = EXPLICIT
     outward = False
@@ -110,7 +111,7 @@ class Levels(Converter):
         for part in (
             side,
             pack_numbers(numbers, layout.sizes, precision),
-            compress.encode(symbols.numpy(), alphabet, coding),
+            compress.encode(in_host_memory(symbols), alphabet, coding),
         ):
             view[position : position + len(part)] = part
             position += len(part)
@@ -176,8 +177,4 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         values = values * weight
     alphabet = compress.Alphabet(levels, levels // 2)
     symbols = compress.decode(reader, alphabet, header.elements, compress.read_head(reader, alphabet))
-    fused = out.dtype == torch.float32 and out.device.type == "cpu"
-    target = out if fused else torch.empty(header.elements)
-    kernels.spread_levels(symbols, values, layout.starts, target, accumulate and fused)
-    if not fused:
-        combine(target, out, 1, accumulate)
+    kernels.spread_levels(symbols, values, layout.starts, out, accumulate)

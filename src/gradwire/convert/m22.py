@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gradwire.convert import magnitudes
-from gradwire.convert.conversion import Job, limit_to
+from gradwire.convert.conversion import Job, in_host_memory, limit_to
 from gradwire.convert.sparse import MAGNITUDES, Sparse
 from gradwire.errors import SpecError
 from gradwire.models import gennorm, weighted_lloyd
@@ -58,7 +58,7 @@ class M22(Sparse):
 
 def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:
     """Ascending levels for the magnitudes of values other than 0, `count` of them at most; fp64."""
-    x = sent[:: -(-sent.numel() // SAMPLE) | 1].abs().double().numpy()
+    x = in_host_memory(sent[:: -(-sent.numel() // SAMPLE) | 1].abs().double())
     if len(x) <= count:  # its own entries are the better levels
         return np.sort(x)
     t = float(x.min())

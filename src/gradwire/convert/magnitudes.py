@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
-from gradwire.convert.conversion import limit_to
+from gradwire.convert.conversion import in_host_memory, limit_to
 from gradwire.convert.levels import choose
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader
@@ -32,8 +32,8 @@ def encode(values: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -
     symbols, counts = kernels.assign_levels(values, None, left, 1.0, signed(magnitudes, dtype)[None], starts, None)
     alphabet = _alphabet(len(magnitudes))
     coding = choose(alphabet, counts, values.numel(), "auto")
-    table = magnitudes.view(torch.uint8).numpy().tobytes()
-    return bytes([len(magnitudes)]) + table + compress.encode(symbols.numpy(), alphabet, coding), left
+    table = in_host_memory(magnitudes.view(torch.uint8)).tobytes()
+    return bytes([len(magnitudes)]) + table + compress.encode(in_host_memory(symbols), alphabet, coding), left
 
 
 def decode(data: np.ndarray, count: int, dtype: torch.dtype) -> torch.Tensor:

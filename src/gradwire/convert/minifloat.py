@@ -17,7 +17,7 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.compress import rans
-from gradwire.convert.conversion import Converter, Job, NonFinite, combine, limit_to
+from gradwire.convert.conversion import Converter, Job, NonFinite, combine, in_host_memory, limit_to
 from gradwire.errors import FrameError
 from gradwire.float_formats import PRESETS, SPECIALS, Format
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
@@ -84,7 +84,8 @@ def values(fmt: Format, step: float, dtype: torch.dtype) -> torch.Tensor:
 
 class Minifloat(Converter):
     wire_id = MINIFLOAT
-    any_device = lists_segments = stores_tiny = True
+    families = ("quantize",)
+    lists_segments = stores_tiny = True
 
     def __init__(self, fmt: Format, coder: str = "rans", model: str = "auto", rounding: str = "nearest"):
         self.format, self.coder, self.models = fmt, compress.CODERS[coder], compress.MODELS[model]
@@ -132,7 +133,7 @@ class Minifloat(Converter):
             length = 0 if self.stochastic else self._encode_fused(job, out, side + coding.head, step, table, coding)
             if not length:  # the same bytes in two passes
                 symbols = self._quantize(job, step, table, seed)
-                length = write(out, side, compress.encode(symbols.numpy(), self.format, coding))
+                length = write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
             if length * 8 <= coding.expected_bits * 1.02 + 1024:
                 return length
             # The sample misled us: count what was coded, and code it again.
@@ -142,7 +143,7 @@ class Minifloat(Converter):
             symbols = self._quantize(job, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
         coding = self._choose(counts, job.count, found)
-        return write(out, side, compress.encode(symbols.numpy(), self.format, coding))
+        return write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
 
     def _choose(self, counts: np.ndarray, total: int, found: Fit | None) -> compress.Coding:
         index, zero_mass = (found.beta_index, found.zero_mass) if found else (0, 0)
@@ -150,13 +151,11 @@ class Minifloat(Converter):
         return compress.choose(self.format, counts, total, self.coder, models, index, zero_mass)
 
     def _sample_counts(self, sample: torch.Tensor, step: float, seed: int | None) -> np.ndarray:
-        return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed).cpu(), self.format.symbols)
+        return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed), self.format.symbols)
 
     def _quantize(self, job: Job, step: float, table: torch.Tensor, seed: int | None) -> torch.Tensor:
         job.require_finite()
-        return kernels.quantize(
-            job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table, seed
-        ).cpu()
+        return kernels.quantize(job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table, seed)
 
     def _encode_fused(
         self, job: Job, out: torch.Tensor, head: bytes, step: float, table: torch.Tensor, coding: compress.Coding
@@ -204,7 +203,7 @@ class Minifloat(Converter):
         counts = kernels.histogram(symbols, self.format.symbols)
         typical = sorted(fits, key=lambda f: f.beta_index)[len(fits) // 2] if fits else None
         coding = self._choose(counts, job.count, typical)
-        return write(out, bytes(side), compress.encode(symbols.numpy(), self.format, coding))
+        return write(out, bytes(side), compress.encode(in_host_memory(symbols), self.format, coding))
 
 
 def write(out: torch.Tensor, *parts: bytes) -> int:
@@ -325,8 +324,6 @@ def _decode_fused(
     weight: float, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Decode straight into fp32 `out`, where the kernels can."""
-    if out.dtype != torch.float32 or out.device.type != "cpu":
-        return False
     position = reader.position
     lane_bits, lengths, body = rans.read_head(reader.rest(), header.elements)
     table = weighted_values(fmt, step, header.dtype, weight)

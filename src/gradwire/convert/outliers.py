@@ -7,7 +7,6 @@ import numpy as np
 from gradwire import kernels
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
-from gradwire.kernels.reference.grid import EXCESS_LIMIT, GAP_LIMIT
 
 LOOKED_AT = 4096  # outliers by which the parameters are chosen
 Outliers = tuple[np.ndarray, np.ndarray]  # positions, ascending; signed multiples
@@ -32,7 +31,7 @@ def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
     count = reader.varint(elements)
     a, b = reader.byte(), reader.byte()
     codes = reader.rest()
-    if not count or a > GAP_LIMIT or b > EXCESS_LIMIT or count > 8 * len(codes):
+    if not count or a > kernels.GAP_LIMIT or b > kernels.EXCESS_LIMIT or count > 8 * len(codes):
         raise FrameError("invalid outliers")
     return kernels.unpack_outliers(codes, count, elements, largest, a, b)
 
@@ -48,6 +47,6 @@ def _golomb_parameter(excesses: np.ndarray) -> int:
         return 2 * int(np.frexp((excesses >> b) + 1)[1].sum()) + b * len(excesses)  # frexp counts the bits of a number
 
     best = 0
-    while best < EXCESS_LIMIT and bits(best + 1) < bits(best):
+    while best < kernels.EXCESS_LIMIT and bits(best + 1) < bits(best):
         best += 1
     return best

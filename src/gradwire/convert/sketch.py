@@ -22,39 +22,7 @@ from gradwire.frame.headers import SKETCH, Header
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
 ROWS = (1, 3, 5, 7)
 MOST_COLUMNS = 1 << 23  # hashes have that many values
-BLOCK = 1 << 20  # entries hashed at a time
 MASK = (1 << 64) - 1
-
-
-def hashed(row: int, seed: int, columns: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(column, sign) in this row of entries start … stop−1."""
-    h = (kernels.uniform(stop - start, (seed + row) & MASK, start) * 2**24).long()
-    return (h >> 1) * columns >> 23, 1 - 2 * (h & 1)
-
-
-def add_up(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.Tensor:
-    """The cells, summed in fp64."""
-    cells = np.zeros((rows, columns))
-    for start in range(0, u.numel(), BLOCK):
-        part = u[start : start + BLOCK].double()
-        for row in range(rows):
-            column, sign = hashed(row, seed, columns, start, start + len(part))
-            cells[row] += np.bincount(column.numpy(), (part * sign).numpy(), minlength=columns)
-    return torch.from_numpy(cells)
-
-
-def estimates(cells: torch.Tensor, count: int, seed: int) -> torch.Tensor:
-    """The median over the rows of sign·cell for every entry, fp32."""
-    rows, columns = cells.shape
-    out = torch.empty(count)
-    for start in range(0, count, BLOCK):
-        stop = min(count, start + BLOCK)
-        found = []
-        for row in range(rows):
-            column, sign = hashed(row, seed, columns, start, stop)
-            found.append(cells[row, column] * sign)
-        out[start:stop] = torch.stack(found).median(dim=0).values
-    return out
 
 
 def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
@@ -68,7 +36,7 @@ def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
 
 def scaled(found: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """scale × these estimates as numbers of the dtype, and 0 elsewhere."""
-    out = torch.zeros(len(found), dtype=dtype)
+    out = torch.zeros(len(found), dtype=dtype, device=found.device)
     out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
     return out
 
@@ -86,6 +54,7 @@ def best_scale(exact: torch.Tensor, found: torch.Tensor) -> float:
 
 class CountSketch(Converter):
     wire_id = SKETCH
+    families = ("quantize", "sketch")
     stochastic = True
     selects = stores_tiny = True
 
@@ -98,10 +67,10 @@ class CountSketch(Converter):
         require_finite(u)  # a memory that is not would spoil the frame
         columns = min(max(1, int(job.count / (self.ratio * self.rows))), MOST_COLUMNS, job.count)
         seed = job.seed & MASK
-        exact = add_up(u, self.rows, columns, seed)
+        exact = kernels.sketch_cells(u, self.rows, columns, seed)
         limit = torch.finfo(torch.float32).max
         cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
-        found = estimates(cells.float(), job.count, seed)
+        found = kernels.sketch_estimates(cells.float(), job.count, seed)
         index = largest(found, min(job.count, math.ceil(self.p * job.count)))
         scale = best_scale(u[index], found[index])
         if job.memory_out is not None:
@@ -139,5 +108,5 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     cells = torch.frombuffer(body, dtype=precision).float().reshape(rows, columns)
     if not bool(torch.isfinite(cells).all()):
         raise FrameError("invalid sketch")
-    found = estimates(cells, count, seed)
+    found = kernels.sketch_estimates(cells, count, seed)
     combine(scaled(found, largest(found, kept), scale, header.dtype), out, weight, accumulate)

@@ -18,7 +18,7 @@ import torch
 from gradwire import kernels
 from gradwire.compress import positions as coding
 from gradwire.convert import magnitudes, minifloat
-from gradwire.convert.conversion import Converter, Job, NonFinite, limit_to, require_finite
+from gradwire.convert.conversion import Converter, Job, NonFinite, in_host_memory, limit_to, require_finite
 from gradwire.errors import FrameError, SpecError, unknown_name
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader, varint
@@ -34,6 +34,7 @@ class Sparse(Converter):
     """The choice of entries; p is their share of a tensor, k (if given) their number, threshold (if given) |u|."""
 
     wire_id = SPARSE
+    families = ("quantize", "sparse")
     selects = True
 
     def __init__(self, p: float = 0.01, k: int | None = None, positions: str = "auto", threshold: float | None = None):
@@ -85,7 +86,7 @@ class Sparse(Converter):
             kernels.scatter(job.memory_out, chosen, -sent, True)
         payload = varint(chosen.numel())
         if chosen.numel():
-            way, coded = coding.encode(chosen.numpy(), job.count, self.positions)
+            way, coded = coding.encode(in_host_memory(chosen), job.count, self.positions)
             payload += bytes([kind | way << 4]) + coded + values
         memoryview(out.numpy())[: len(payload)] = payload
         return len(payload)

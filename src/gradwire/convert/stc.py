@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Job, in_host_memory
 from gradwire.convert.sparse import ONE_MAGNITUDE, Sparse, one_value
 
 
@@ -18,5 +18,7 @@ class STC(Sparse):
         chosen, values = self.select(job)
         raw, magnitude = one_value(kernels.mean_magnitude(values), job.dtype)
         negative = values < 0
-        signs = kernels.pack_bits(negative.numpy().view(np.uint8), 1)
-        return self.write(job, out, chosen, ONE_MAGNITUDE, raw + signs, torch.where(negative, -magnitude, magnitude))
+        signs = kernels.pack_bits(in_host_memory(negative).view(np.uint8), 1)
+        return self.write(
+            job, out, chosen, ONE_MAGNITUDE, raw + signs, torch.where(negative, -float(magnitude), float(magnitude))
+        )

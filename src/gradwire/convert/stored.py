@@ -12,7 +12,7 @@ from gradwire.frame.headers import STORED, Header
 
 class Stored(Converter):
     wire_id = STORED
-    any_device = True
+    families = ("quantize",)
     elementwise = True
 
     def encode(self, job: Job, out: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Job, in_host_memory
 from gradwire.convert.level_numbers import LARGEST
 from gradwire.convert.level_stats import stats
 from gradwire.convert.levels import Levels
@@ -28,7 +28,7 @@ class TinyScript(Levels):
         for i, (mean, square) in enumerate(zip(found["magnitude"], found["square"], strict=True)):
             start, stop = starts[i : i + 2]
             if stop - start <= self.levels:  # its own entries are the better levels
-                entries = np.sort(job.slice(start, stop).compensated().numpy())
+                entries = np.sort(in_host_memory(job.slice(start, stop).compensated()))
                 numbers[i] = np.append(entries, np.repeat(entries[-1], self.levels - len(entries)))
             elif square > 0:
                 shape = int(np.abs(RATIOS - mean * mean / square).argmin())

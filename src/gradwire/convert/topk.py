@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job, limit_to
+from gradwire.convert.conversion import Job, in_host_memory, limit_to
 from gradwire.convert.minifloat import Minifloat
 from gradwire.convert.sparse import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, Sparse, received
 from gradwire.float_formats import parse_format
@@ -33,7 +33,7 @@ class TopK(Sparse):
         chosen, values = self.select(job)
         if self.cast is not None:
             cast = limit_to(values, DTYPES[self.cast])
-            raw, sent = cast.view(torch.uint8).numpy().tobytes(), received(cast, job.dtype)
+            raw, sent = in_host_memory(cast.view(torch.uint8)).tobytes(), received(cast, job.dtype)
             return self.write(job, out, chosen, self.cast, raw, sent)
         assert self.small is not None
         if not chosen.numel():

@@ -23,14 +23,16 @@ def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[t
     """(index, sketch) of a message that has these words, and zeros elsewhere. Positions are ascending."""
     _check(positions, torch.int64, "positions")
     _check(values, torch.int32, "values")
+    if positions.device != values.device:
+        raise GradwireError(f"positions are on {positions.device}, values on {values.device}")
     if len(positions) != len(values):
         raise GradwireError(f"there are {len(positions)} positions and {len(values)} values")
     if not kernels.are_ascending(positions, plan.words):
         raise GradwireError(f"positions must be ascending, and below {plan.words}")
     if plan.index == "dense":
-        sketch = torch.zeros(plan.words, dtype=torch.int32)
+        sketch = values.new_zeros(plan.words)
         sketch[positions] = values
-        return torch.empty(0, dtype=torch.int32), sketch
+        return values.new_empty(0), sketch
     index = index_of(plan, positions)
     sketch = kernels.sketch_words(positions, values, plan.lanes, plan.segments, plan.segment_log, plan.seed)
     return index, sketch
@@ -44,7 +46,7 @@ def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
             raise GradwireError(f"{name} has {len(tensor)} words; the plan says {length}")
     if plan.index == "dense":
         positions = torch.nonzero(sketch).flatten()
-        return Decoded(positions, sketch[positions], torch.empty(0, dtype=torch.int64))
+        return Decoded(positions, sketch[positions], positions[:0])
     index = candidates(plan, index)
     return Decoded(*kernels.peel(index, sketch, plan.words, plan.lanes, plan.segments, plan.segment_log, plan.seed))
 
@@ -84,5 +86,5 @@ def blocks(positions: torch.Tensor, words: int) -> dict[int, int]:
 def _check(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1:
         raise GradwireError(f"{name} must be a flat {dtype} tensor")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise GradwireError(f"{name} must be contiguous, and on the CPU")
+    if not tensor.is_contiguous():
+        raise GradwireError(f"{name} must be contiguous")

@@ -15,7 +15,6 @@ from gradwire.flower.client import coarser_recipes
 from gradwire.flower.client.fit_length import Point, longest_fitting
 from gradwire.flower.shared import update
 from gradwire.flower.shared.update import STATISTICS, Encoded, Tensors
-from gradwire.kernels.reference import FLOAT_MAX
 
 TARGET = 0.97  # the part of the budget that is aimed at
 DENSE = 0.5  # bits per entry; with fewer, sending single entries is the better choice
@@ -55,7 +54,7 @@ class ShorterUpdate:
                 continue
             u = differences[name].detach().float().clone(memory_format=torch.contiguous_format)
             if name in memory:
-                u.add_(memory[name], alpha=recipe.decay).clamp_(-FLOAT_MAX, FLOAT_MAX)
+                u.add_(memory[name], alpha=recipe.decay).clamp_(-kernels.FLOAT_MAX, kernels.FLOAT_MAX)
             if name in memory or kernels.absmax(u.view(-1)):
                 self.may_wait[name] = u
         self.floor = 0  # bytes that every attempt has beside those that its setting changes

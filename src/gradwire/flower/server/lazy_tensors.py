@@ -13,7 +13,6 @@ from gradwire import codecs, kernels
 from gradwire.errors import FrameError
 from gradwire.flower.shared.update import largest_magnitude
 from gradwire.frame import headers
-from gradwire.kernels.reference import FLOAT_MAX
 
 # Whatever is larger has diverged, and its square, which adaptive strategies compute, would overflow.
 LARGEST_MAGNITUDE = 2.0**60
@@ -53,7 +52,7 @@ class LazyTensors:
         if name not in self._largest_before:
             self._largest_before[name] = float(kernels.absmax(before.reshape(-1)))
         change = self._decoded_maximum(header, payload) if bound is None else bound
-        if not change <= LARGEST_MAGNITUDE or not self._largest_before[name] + change <= FLOAT_MAX:
+        if not change <= LARGEST_MAGNITUDE or not self._largest_before[name] + change <= kernels.FLOAT_MAX:
             raise FrameError(f"a NaN, an infinity or {change:.3g} in {name!r} after the update")
         self.makers[name] = functools.partial(self._make, name, header, payload, before)
 

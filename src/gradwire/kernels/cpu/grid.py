@@ -7,9 +7,9 @@ import torch
 
 from gradwire import _native
 from gradwire.errors import FrameError
-from gradwire.kernels.cpu.dense import _array, _bytes, _native_can, _seed
-from gradwire.kernels.reference import grid as reference
-from gradwire.kernels.reference.dense import chunk_size
+from gradwire.kernels.conditions import where
+from gradwire.kernels.cpu.native_arguments import as_array, as_bytes, as_seed, flat_fp32
+from gradwire.kernels.reference.coders import chunk_size
 from gradwire.kernels.reference.grid import LOGS, Measured, Outliers
 
 __all__ = ["add_at", "grid_measure", "grid_quantize", "grid_rans", "pack_outliers", "unpack_outliers"]
@@ -29,44 +29,39 @@ def grid_measure(
     return _native.grid_measure(x, first, second, zeros, LOGS, step, shift)
 
 
+@where(flat_fp32)
 def grid_quantize(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     shift: float, values: torch.Tensor, capacity: int, seed: int | None = None,
 ) -> tuple[torch.Tensor, Outliers]:  # fmt: skip
-    if not _native_can(gradient):
-        return reference.grid_quantize(gradient, memory, memory_out, decay, step, shift, values, capacity, seed)
     symbols, outliers = torch.empty(gradient.numel(), dtype=torch.uint8), _room(capacity)
     count = _native.grid_quantize(
-        _array(gradient), _array(memory), _array(memory_out), decay, step, shift, _array(values), _seed(seed),
-        _array(symbols), *map(_array, outliers),
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, step, shift, as_array(values), as_seed(seed),
+        as_array(symbols), *map(as_array, outliers),
     )  # fmt: skip
     return symbols, _first(count, outliers)
 
 
+@where(flat_fp32)
 def grid_rans(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     shift: float, values: torch.Tensor, offset: float | None, capacity: int, frequencies: np.ndarray, precision: int,
     lane_bits: int, chunks: int, out: torch.Tensor,
 ) -> tuple[list[int], int, Outliers] | None:  # fmt: skip
-    """With an `offset` of the multiples beyond the symbols' range, e ← u − value of these too.
-
-    Also says how many entries the chunks hold: less than all if it stopped before a NaN or an infinity."""
-    if not _native_can(gradient):
-        return None
+    """Quantize and encode 64 entries at a time, without a pass over the tensor in between."""
     outliers = _room(capacity)
     size = chunk_size(gradient.numel(), chunks)
     lengths, done, count = _native.grid_rans(
-        _array(gradient), _array(memory), _array(memory_out), decay, step, shift, _array(values), offset,
-        frequencies, precision, 1 << lane_bits, size, _array(out), *map(_array, outliers),
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, step, shift, as_array(values), offset,
+        frequencies, precision, 1 << lane_bits, size, as_array(out), *map(as_array, outliers),
     )  # fmt: skip
     return lengths, done, _first(count, outliers)
 
 
+@where(flat_fp32)
 def add_at(x: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    if _native_can(x) and x.dim() == 1 and values.dtype == torch.float32:
-        _native.add_at(_array(x), _array(positions.cpu()), _array(values.cpu()))
-    else:
-        reference.add_at(x, positions, values)
+    """Add values to the entries at these positions, of which none comes twice."""
+    _native.add_at(as_array(x), as_array(positions), as_array(values.float()))
 
 
 def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, a: int, b: int) -> bytes:
@@ -79,6 +74,6 @@ def unpack_outliers(
     data: memoryview, count: int, elements: int, largest: int, a: int, b: int
 ) -> tuple[np.ndarray, np.ndarray]:
     positions, multiples = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
-    if not _native.unpack_outliers(_bytes(data), elements, largest, a, b, positions, multiples):
+    if not _native.unpack_outliers(as_bytes(data), elements, largest, a, b, positions, multiples):
         raise FrameError("damaged outliers")
     return positions, multiples

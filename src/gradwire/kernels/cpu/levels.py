@@ -6,33 +6,34 @@ import numpy as np
 import torch
 
 from gradwire import _native
+from gradwire.kernels.conditions import where
+from gradwire.kernels.cpu.native_arguments import as_array, as_seed, flat_fp32
 
 __all__ = ["assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 
 METHODS = ("greedy", "polished", "exact", "two", "pair")
 
 
-def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.numpy()
-
-
+@where(flat_fp32)
 def bucket_stats(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray) -> np.ndarray:
     out = np.empty((len(starts) - 1, 5))
-    _native.bucket_stats(_array(gradient), _array(memory), decay, starts, out.ravel())
+    _native.bucket_stats(as_array(gradient), as_array(memory), decay, starts, out.ravel())
     return out
 
 
+@where(flat_fp32)
 def search_levels(
     gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray,
     limits: np.ndarray | None, levels: int, method: str,
 ) -> np.ndarray:  # fmt: skip
     out = np.empty((len(starts) - 1, 1 if method == "pair" else levels), dtype=np.float32)
     _native.search_levels(
-        _array(gradient), _array(memory), decay, starts, limits, levels, METHODS.index(method), out.ravel()
+        as_array(gradient), as_array(memory), decay, starts, limits, levels, METHODS.index(method), out.ravel()
     )
     return out
 
 
+@where(flat_fp32)
 def assign_levels(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
     values: torch.Tensor, starts: np.ndarray, seed: int | None,
@@ -40,8 +41,8 @@ def assign_levels(
     levels = values.shape[1]
     symbols, counts = torch.empty(gradient.numel(), dtype=torch.uint8), np.zeros(levels, dtype=np.int64)
     _native.assign_levels(
-        _array(gradient), _array(memory), _array(memory_out), decay, values.reshape(-1).numpy(), levels, starts,
-        None if seed is None else seed & 0xFFFFFFFFFFFFFFFF, _array(symbols), counts,
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, values.reshape(-1).numpy(), levels, starts,
+        as_seed(seed), as_array(symbols), counts,
     )  # fmt: skip
     return symbols, counts
 
@@ -49,4 +50,13 @@ def assign_levels(
 def spread_levels(
     symbols: np.ndarray, values: torch.Tensor, starts: np.ndarray, out: torch.Tensor, accumulate: bool
 ) -> None:
-    _native.spread_levels(symbols, values.reshape(-1).numpy(), values.shape[1], starts, _array(out), accumulate)
+    """Write straight into fp32 tensors; those of another dtype are converted afterwards."""
+    fused = flat_fp32(out)
+    target = out if fused else torch.empty(len(symbols))
+    _native.spread_levels(
+        symbols, as_array(values.reshape(-1)), values.shape[1], starts, as_array(target), accumulate and fused
+    )
+    if not fused and accumulate:
+        out += target
+    elif not fused:
+        out.copy_(target)

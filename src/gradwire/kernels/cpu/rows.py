@@ -7,10 +7,10 @@ import math
 import torch
 
 from gradwire import _native
-from gradwire.kernels.reference import rows as reference
-from gradwire.kernels.reference.rows import Side
+from gradwire.kernels.conditions import where
+from gradwire.kernels.reference.rows import Side, is_plain
 
-__all__ = ["can", "join_rows", "largest", "take_rows"]
+__all__ = ["join_rows", "largest", "take_rows"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -24,15 +24,17 @@ def can(side: Side) -> bool:
 
 
 def _fits(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous() and reference.is_plain(tensor)
+    return tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous() and is_plain(tensor)
 
 
+@where(can)
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     scores = torch.empty(inputs.rows.shape[0], dtype=torch.float64)
     _native.join_rows(_side(inputs), _side(outputs), keep, torch.get_num_threads(), scores.data_ptr())
     return scores
 
 
+@where(can)
 def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,16 +51,15 @@ def take_rows(
     return a, b
 
 
+def _flat_fp64(keys: torch.Tensor) -> bool:
+    return keys.dtype == torch.float64 and keys.is_contiguous() and is_plain(keys)
+
+
+@where(_flat_fp64)
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    if keys.dtype != torch.float64 or not keys.is_contiguous() or not reference.is_plain(keys):
-        return reference.largest(keys, count)
     places = torch.empty(count, dtype=torch.int64)
     _native.largest(keys.data_ptr(), keys.shape[0], count, places.data_ptr())
     return places
-
-
-for kernel in (join_rows, take_rows, largest):
-    kernel.__doc__ = getattr(reference, kernel.__name__).__doc__
 
 
 def _side(side: Side) -> tuple:

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gradwire.kernels.conditions import where
 from gradwire.kernels.cuda.largest import largest
-from gradwire.kernels.reference import rows as reference
-from gradwire.kernels.reference.rows import Side
+from gradwire.kernels.reference.rows import Side, is_plain
 
-__all__ = ["can", "join_rows", "largest", "take_rows"]
+__all__ = ["join_rows", "largest", "take_rows"]
 
 # What a program has of a side at a time: of one row, or of several short ones.
 JOINED, TAKEN = 4096, 4096
@@ -28,7 +28,7 @@ OF_A_WARP = 512
 
 def can(side: Side) -> bool:
     rows, memory, mean = side.rows, side.memory, side.mean
-    if not all(reference.is_plain(tensor) for tensor in (rows, memory, mean) if tensor is not None):
+    if not all(is_plain(tensor) for tensor in (rows, memory, mean) if tensor is not None):
         return False
     if mean is not None and (mean.dtype != rows.dtype or not mean.is_contiguous()):
         return False
@@ -39,6 +39,7 @@ def can(side: Side) -> bool:
     return memory.dtype in (torch.float32, torch.bfloat16) and memory.shape == rows.shape and memory.is_contiguous()
 
 
+@where(can)
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     (count, x_columns), d_columns = inputs.rows.shape, outputs.rows.shape[1]
     scores = torch.empty(count, dtype=torch.float64, device=inputs.rows.device)
@@ -56,6 +57,7 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     return scores
 
 
+@where(can)
 def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

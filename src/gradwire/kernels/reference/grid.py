@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from gradwire.errors import FrameError
-from gradwire.kernels.reference.dense import compensate, dequantize, inverse, uniform
+from gradwire.kernels.reference.generator import uniform
+from gradwire.kernels.reference.quantize import compensate, dequantize, inverse
 
 __all__ = [
-    "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "add_at", "grid_capacity", "grid_edges", "grid_measure",
-    "grid_quantize", "grid_rans", "outlier_bits", "pack_outliers", "unpack_outliers",
+    "EXCESS_LIMIT", "GAP_LIMIT", "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "add_at", "grid_capacity",
+    "grid_edges", "grid_measure", "grid_quantize", "grid_rans", "outlier_bits", "pack_outliers", "unpack_outliers",
 ]  # fmt: skip
 
 GRID_LIMIT = 1 << 24  # largest multiple: fp32 holds all integers up to it

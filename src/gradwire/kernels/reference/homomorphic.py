@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.kernels.reference.dense import compensate, mix, uniform
+from gradwire.kernels.reference.generator import mix, uniform
+from gradwire.kernels.reference.quantize import compensate
 
 __all__ = [
     "align_words", "are_ascending", "bloom_build", "bloom_query", "count_bits", "count_blocks", "index_bitmap", "peel",
@@ -39,14 +40,15 @@ def quantize_all(
     u = torch.where(here, compensate(gradient, memory, decay), 0)
     largest = int(u.abs().view(torch.int32).max()) >> 23 if u.numel() else 0
     if not bool(torch.isfinite(gradient).all()) or largest == 255:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), 255, 0.0
+        none = torch.empty(0, dtype=torch.int64, device=u.device)
+        return none, none.int(), 255, 0.0
     q, sent = quantize_values(u, step, most, seed)
     if memory_out is not None:
         memory_out.copy_(u - sent if memory is None else torch.where(here, u - sent, memory * decay))
     fields = 32 // bits
-    padded = torch.zeros(-(-q.numel() // fields) * fields, dtype=torch.int64)
+    padded = torch.zeros(-(-q.numel() // fields) * fields, dtype=torch.int64, device=q.device)
     padded[: q.numel()] = q
-    words = (padded.view(-1, fields) << torch.arange(0, 32, bits)).sum(1).to(torch.int32)
+    words = (padded.view(-1, fields) << torch.arange(0, 32, bits, device=q.device)).sum(1).to(torch.int32)
     positions = torch.nonzero(words).flatten()
     return positions, words[positions], largest, _squares(u)
 
@@ -56,7 +58,7 @@ def _squares(u: torch.Tensor) -> float:
     if not u.numel():
         return 0.0
     squares = np.zeros((-(-u.numel() // SUMS), SUMS))
-    squares.reshape(-1)[: u.numel()] = np.square(u.double().numpy())
+    squares.reshape(-1)[: u.numel()] = np.square(u.double().cpu().numpy())
     return float(np.add.accumulate(np.add.accumulate(squares, axis=0)[-1])[-1])
 
 
@@ -71,7 +73,7 @@ def quantize_values(
         y = torch.round(y)
     else:
         lower = torch.floor(y)
-        y = lower + (uniform(y.numel(), seed) < y - lower)
+        y = lower + (uniform(y.numel(), seed, device=y.device) < y - lower)
     y = y + 0.0  # no −0
     return y.to(torch.int32), y * torch.tensor(step, dtype=torch.float32)
 
@@ -110,14 +112,18 @@ def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, 
 
 
 def count_bits(bitmap: torch.Tensor) -> int:
-    return sum(int(np.unpackbits(part.numpy().view(np.uint8)).sum()) for part in bitmap.split(1 << 16))
+    return sum(int(np.unpackbits(part.cpu().numpy().view(np.uint8)).sum()) for part in bitmap.split(1 << 16))
 
 
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:
     """Block b is bit b mod 32 of word ⌊b/32⌋."""
     bits = np.zeros(-(-blocks // 32) * 32, dtype=np.uint8)
-    bits[positions.numpy() // lanes] = 1
-    return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4"))
+    bits[positions.cpu().numpy() // lanes] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4")).to(positions.device)
+
+
+def _unpacked(bitmap: torch.Tensor) -> np.ndarray:
+    return np.unpackbits(bitmap.cpu().numpy().view(np.uint8), bitorder="little")
 
 
 def align_words(
@@ -125,13 +131,13 @@ def align_words(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The words of all blocks that a bitmap marks: their positions, those of a message there (zeros where it has none),
     and how many of the message's were met."""
-    marked = torch.from_numpy(np.unpackbits(bitmap.numpy().view(np.uint8), bitorder="little"))
+    marked = torch.from_numpy(_unpacked(bitmap)).to(bitmap.device)
     blocks = torch.nonzero(marked[: -(-words // lanes)]).flatten()
-    everywhere = (blocks[:, None] * lanes + torch.arange(lanes)).flatten()
+    everywhere = (blocks[:, None] * lanes + torch.arange(lanes, device=blocks.device)).flatten()
     everywhere = everywhere[everywhere < words]
-    own = torch.zeros(words, dtype=torch.int32)
-    own[positions] = values
-    return everywhere, own[everywhere], int(torch.isin(positions, everywhere).sum())
+    message = torch.zeros(words, dtype=torch.int32, device=bitmap.device)
+    message[positions] = values
+    return everywhere, message[everywhere], int(torch.isin(positions, everywhere).sum())
 
 
 def _probe(groups: torch.Tensor, i: int, index_words: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,18 +155,18 @@ def bloom_build(bitmap: torch.Tensor, index_words: int, probes: int, seed: int) 
     for i in range(probes):
         word, turn = _probe(groups, i, index_words, seed)
         rotated = (bits << turn | bits >> (32 - turn)) & MASK
-        np.bitwise_or.at(out, word.numpy(), rotated.numpy().astype(np.uint32))
-    return torch.from_numpy(out.view(np.int32))
+        np.bitwise_or.at(out, word.cpu().numpy(), rotated.cpu().numpy().astype(np.uint32))
+    return torch.from_numpy(out.view(np.int32)).to(bitmap.device)
 
 
 def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> torch.Tensor:
     """The bitmap of all blocks that may be in the filter."""
-    groups, words = torch.arange(-(-blocks // 32)), index.long() & MASK
+    groups, words = torch.arange(-(-blocks // 32), device=index.device), index.long() & MASK
     found = torch.full_like(groups, MASK)
     for i in range(probes):
         word, turn = _probe(groups, i, index.numel(), seed)
         found &= (words[word] >> turn | words[word] << (32 - turn)) & MASK
-    return torch.from_numpy(found.numpy().astype(np.uint32).view(np.int32))
+    return torch.from_numpy(found.cpu().numpy().astype(np.uint32).view(np.int32)).to(index.device)
 
 
 # ── sketch ────────────────────────────────────────────────────────────────────────────────────────
@@ -174,14 +180,14 @@ def cells_of(blocks: torch.Tensor, segments: int, segment_log: int, seed: int) -
     a, b, c = mix(x), mix(x ^ GOLDEN), mix((x + OTHER) & MASK)
     start = (a * (segments - 3)) >> 32
     places = torch.stack([b & low, b >> 16 & low, c & low, c >> 16 & low])
-    return (start + torch.arange(4)[:, None] << segment_log) + places
+    return (start + torch.arange(4, device=blocks.device)[:, None] << segment_log) + places
 
 
 def sketch_words(
     positions: torch.Tensor, values: torch.Tensor, lanes: int, segments: int, segment_log: int, seed: int
 ) -> torch.Tensor:
     """Every word added to its lane of the four cells of its block, modulo 2³²."""
-    sketch = torch.zeros((segments << segment_log) * lanes, dtype=torch.int32)
+    sketch = torch.zeros((segments << segment_log) * lanes, dtype=torch.int32, device=positions.device)
     cells = cells_of(positions // lanes, segments, segment_log, seed)
     sketch.index_add_(0, (cells * lanes + positions % lanes).flatten(), values.repeat(4))
     return sketch
@@ -197,11 +203,10 @@ def peel(
     do not belong together, and what was recovered means nothing.
     """
     count = -(-words // lanes)
-    found = np.unpackbits(bitmap.numpy().view(np.uint8), bitorder="little")[:count]
-    blocks = torch.from_numpy(np.flatnonzero(found))
+    blocks = torch.from_numpy(np.flatnonzero(_unpacked(bitmap)[:count])).to(bitmap.device)
     cells, sums = cells_of(blocks, segments, segment_log, seed), sketch.view(-1, lanes).clone()
-    values = torch.zeros((len(blocks), lanes), dtype=torch.int32)
-    here = torch.arange(len(blocks))  # those that are not yet recovered
+    values = torch.zeros((len(blocks), lanes), dtype=torch.int32, device=blocks.device)
+    here = torch.arange(len(blocks), device=blocks.device)  # those that are not yet recovered
     while True:
         counts = torch.bincount(cells[:, here].flatten(), minlength=len(sums))
         alone = counts[cells[:, here]] == 1  # 4 × those
@@ -214,7 +219,7 @@ def peel(
         sums.index_add_(0, cells[:, now].flatten(), -values[now].repeat(4, 1))
         here = here[~ready]
     consistent = not bool(sums[counts == 0].any())
-    positions = (blocks[:, None] * lanes + torch.arange(lanes)).flatten()
+    positions = (blocks[:, None] * lanes + torch.arange(lanes, device=blocks.device)).flatten()
     flat, left = values.flatten(), positions.view(-1, lanes)[here].flatten()
     # Words beyond the last are nobody's.
     consistent &= not bool(flat[positions >= words].any())

@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from gradwire.kernels.reference.dense import compensate, histogram, uniform
+from gradwire.kernels.reference.generator import uniform
+from gradwire.kernels.reference.quantize import compensate, histogram
 
 __all__ = ["LANES", "assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 
@@ -20,7 +21,7 @@ LANES = 16  # partial sums of `bucket_stats`: entry i of a bucket goes to sum i 
 
 def bucket_stats(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray) -> np.ndarray:
     """(min, max, Σ|u|, Σu, Σu²) of every bucket, as fp64."""
-    u = compensate(gradient, memory, decay).numpy()
+    u = compensate(gradient, memory, decay).cpu().numpy()
     out = np.empty((len(starts) - 1, 5))
     for row, (start, stop) in zip(out, pairwise(starts), strict=True):
         x = u[start:stop].astype(np.float64)
@@ -45,7 +46,7 @@ def search_levels(
     `greedy`, `polished` and `exact` (ORQ) and `two` (BinGrad-b) give all levels in ascending order, `pair` (BinGrad-pb)
     gives b. A bucket with no more entries than levels has its own entries as levels, the last of them repeated.
     """
-    u = compensate(gradient, memory, decay).numpy()
+    u = compensate(gradient, memory, decay).cpu().numpy()
     search = SEARCHES[method]
     out = np.empty((len(starts) - 1, 1 if method == "pair" else levels), dtype=np.float32)
     for i, row in enumerate(out):
@@ -181,15 +182,14 @@ def assign_levels(
     `values` (buckets × levels, ascending) is what the receiver gets. Stochastic with a seed, to nearest without.
     """
     u = compensate(gradient, memory, decay)
-    levels = values.shape[1]
-    bucket = _bucket_of(starts)
+    levels, values, bucket = values.shape[1], values.to(u.device), _bucket_of(starts).to(u.device)
     if seed is None:
         middles = ((values[:, :-1].double() + values[:, 1:].double()) / 2).float()
         symbols = _count_below(u, middles, bucket)
     else:
         lower = _count_below(u, values[:, 1:-1], bucket)
         low, high = values[bucket, lower], values[bucket, lower + 1]
-        symbols = lower + (uniform(u.numel(), seed) * (high - low) < u - low)
+        symbols = lower + (uniform(u.numel(), seed, device=u.device) * (high - low) < u - low)
     if memory_out is not None:
         torch.sub(u, values[bucket, symbols], out=memory_out)
     symbols = symbols.to(torch.uint8)
@@ -202,7 +202,7 @@ def _bucket_of(starts: np.ndarray) -> torch.Tensor:
 
 
 def _count_below(u: torch.Tensor, thresholds: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
-    count = torch.zeros(u.numel(), dtype=torch.int64)
+    count = torch.zeros(u.numel(), dtype=torch.int64, device=u.device)
     for column in thresholds.unbind(1):
         count += u >= column[bucket]
     return count
@@ -211,8 +211,8 @@ def _count_below(u: torch.Tensor, thresholds: torch.Tensor, bucket: torch.Tensor
 def spread_levels(
     symbols: np.ndarray, values: torch.Tensor, starts: np.ndarray, out: torch.Tensor, accumulate: bool
 ) -> None:
-    """The value of every symbol into fp32 `out`, or added to it."""
-    found = values[_bucket_of(starts), torch.from_numpy(symbols).long()]
+    """Write the value of every symbol to `out`, or add it."""
+    found = values[_bucket_of(starts), torch.from_numpy(symbols).long()].to(out.device)
     if accumulate:
         out += found
     else:

@@ -14,12 +14,24 @@ __all__ = ["Side", "join_rows", "largest", "take_rows"]
 
 
 class Side(NamedTuple):
+    """One side of a layer, as the kernels take it: the rows of a batch, and what is remembered of earlier ones."""
+
     rows: torch.Tensor  # [count, columns]
     memory: torch.Tensor | None  # as many rows; None on both sides or on neither
     scale: float = 1.0  # of rows on their way into the memory
     gain: float = 1.0  # of rows on their way out of it
     most: float = float("inf")  # the largest norm that memory and taken rows can hold
     mean: torch.Tensor | None = None  # [columns], in the dtype of the rows; subtracted from each of them
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the rows are on the CPU."""
+        return self.rows.is_cpu
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
+        return self.rows.device
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""The kernels of dense codecs, and the coders; everything here follows docs/wire-format.md."""
+"""The coders: symbols to bytes and back, and the checksum; everything here follows docs/wire-format.md.
+
+Symbols are uint8 arrays of numpy in the host's memory, wherever the tensor is that they were made of.
+"""
 
 from __future__ import annotations
 
@@ -8,130 +11,19 @@ import numpy as np
 import torch
 
 from gradwire.errors import FrameError
-from gradwire.float_formats import Format
 
-SAMPLE_RUNS, RUN = 1024, 64
-SAMPLE = SAMPLE_RUNS * RUN  # tensors up to this size are looked at whole
-FLOAT_MAX = torch.finfo(torch.float32).max
+__all__ = [
+    "CHUNK_ALIGN", "chunk_size", "crc32", "huffman_decode", "huffman_encode", "pack_bits", "rans_decode",
+    "rans_decode_chunk", "rans_dequantize", "rans_encode", "rans_encode_chunk", "unpack_bits",
+]  # fmt: skip
+
 RANS_LOW_BITS, RANS_HIGH_BITS = 14, 22  # states live in [2^14, 2^22)
 CHUNK_ALIGN = 64
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
+    """Return the CRC-32 of the bytes, as zlib defines it; `value` is the checksum of what came before them."""
     return zlib.crc32(data, value)
-
-
-# ── what to send ──────────────────────────────────────────────────────────────────────────────────
-
-
-def mix(x: torch.Tensor) -> torch.Tensor:
-    """A 32-bit hash in int64 arithmetic: the documented counter-based generator."""
-    mask = 0xFFFFFFFF
-    x = (x ^ (x >> 16)) * 0x21F0AAAD & mask
-    x = (x ^ (x >> 15)) * 0x735A2D97 & mask
-    return x ^ (x >> 15)
-
-
-def uniform(count: int, seed: int, start: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
-    """24-bit uniform fractions in [0, 1) for entries start … start+count−1 (fp32, exact)."""
-    i = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    key1 = mix((seed & 0xFFFFFFFF) ^ 0x9E3779B9 ^ mix(i >> 32))
-    key2 = mix(key1 ^ (seed >> 32 & 0xFFFFFFFF))
-    bits = mix((mix((i & 0xFFFFFFFF) ^ key1) + key2) & 0xFFFFFFFF)
-    return (bits >> 8).float() / 2**24
-
-
-def compensate(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
-    """u = g + decay·e, limited to the finite range (two rounded operations, no fused one)."""
-    if memory is None:
-        return gradient
-    return torch.clamp(gradient + memory * decay, -FLOAT_MAX, FLOAT_MAX)
-
-
-def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
-    """u at the sampled entries: runs of 64, one at a hashed place in each of 1024 equal strata.
-
-    The place is hashed, because a fixed stride would see the same columns of a matrix again and again.
-    """
-    n = gradient.numel()
-    if n <= SAMPLE:
-        return compensate(gradient, memory, decay)
-    stratum = n // SAMPLE_RUNS
-    run = torch.arange(SAMPLE_RUNS, dtype=torch.int64)
-    start = run * stratum + mix(run) % (stratum - RUN + 1)
-    index = (start[:, None] + torch.arange(RUN)).flatten().to(gradient.device)
-    return compensate(gradient[index], None if memory is None else memory[index], decay)
-
-
-def moments(x: torch.Tensor) -> tuple[int, float, float]:
-    """(entries that are not zero, Σ|x|, Σx²) in fp64."""
-    x = x.double()
-    return int(torch.count_nonzero(x)), float(x.abs().sum()), float(x.square().sum())
-
-
-def absmax(x: torch.Tensor) -> float:
-    """Largest magnitude; NaN or infinity if x holds one."""
-    return float(x.abs().max()) if x.numel() else 0.0
-
-
-def histogram(symbols: torch.Tensor, count: int) -> np.ndarray:
-    return torch.bincount(symbols, minlength=count).cpu().numpy().astype(np.int64)
-
-
-# ── convert ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = None) -> torch.Tensor:
-    """Round to the nearest value of the format (or stochastically, with a seed), saturating; uint8 symbols."""
-    y = u * inverse(step)
-    magnitude = (y.abs() if fmt.sign else y.clamp(min=0)).clamp(max=fmt.largest)
-    # The spacing is a power of two, constant below the smallest normal number.
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
-    exponent = torch.where(magnitude > 0, exponent, fmt.min_exponent)  # frexp says 0 for zero
-    multiple = torch.ldexp(magnitude, fmt.mantissa - exponent)  # magnitude / spacing, exact
-    if seed is None:
-        rounded = torch.round(multiple)  # ties to even
-    else:
-        lower = torch.floor(multiple)
-        rounded = lower + (uniform(u.numel(), seed, device=u.device) < multiple - lower)
-    index = (exponent - fmt.min_exponent) * 2**fmt.mantissa + rounded.int()
-    index = index.clamp(max=len(fmt.magnitudes) - 1)
-    return (fmt.zero_symbol + torch.where(y < 0, -index, index)).to(torch.uint8)
-
-
-def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
-    """Σ(u − û)² for each of these steps."""
-    levels = torch.from_numpy(fmt.levels)
-    return [float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps]
-
-
-def inverse(step: float) -> torch.Tensor:
-    return torch.tensor(1, dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
-
-
-def quantize(
-    gradient: torch.Tensor,
-    memory: torch.Tensor | None,
-    memory_out: torch.Tensor | None,
-    decay: float,
-    step: float,
-    fmt: Format,
-    values: torch.Tensor,
-    seed: int | None = None,
-) -> torch.Tensor:
-    """Symbols of u = g + decay·e; writes e ← u − value(symbol) into memory_out."""
-    u = compensate(gradient, memory, decay)
-    symbols = to_symbols(u, step, fmt, seed)
-    if memory_out is not None:
-        torch.sub(u, dequantize(symbols, values), out=memory_out)
-    return symbols
-
-
-def dequantize(symbols: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return values.to(symbols.device)[symbols.int()]
-
-
-# ── compress ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def pack_bits(symbols: np.ndarray, width: int) -> bytes:
@@ -250,19 +142,12 @@ def rans_decode(
         position += length
 
 
-# ── fused: None and False say "not here", and the caller composes the parts above ─────────────────
-
-
-def quantize_rans(
-    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
-    fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
-    out: torch.Tensor,
-) -> tuple[list[int], int] | None:  # fmt: skip
-    return None
-
-
 def rans_dequantize(
     body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
     values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
+    """Decode chunks of `size` entries straight into fp32 `out`, alone or added to it, or added to `onto`.
+
+    False says that this device has no such kernel: the caller then decodes the symbols, and looks up their values.
+    """
     return False

@@ -1,0 +1,86 @@
+"""The coders, by the native module."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradwire import _native
+from gradwire.errors import FrameError
+from gradwire.kernels.conditions import where
+from gradwire.kernels.cpu.native_arguments import as_array, as_bytes, flat_fp32
+
+__all__ = [
+    "crc32", "huffman_decode", "huffman_encode", "pack_bits", "rans_decode", "rans_decode_chunk", "rans_dequantize",
+    "rans_encode", "rans_encode_chunk", "unpack_bits",
+]  # fmt: skip
+
+
+def crc32(data: memoryview, value: int = 0) -> int:
+    return _native.crc32(as_bytes(data), value)
+
+
+def pack_bits(symbols: np.ndarray, width: int) -> bytes:
+    out = np.empty((len(symbols) * width + 7) // 8, dtype=np.uint8)
+    _native.pack_bits(symbols, width, out)
+    return out.tobytes()
+
+
+def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndarray:
+    if len(data) != (count * width + 7) // 8:
+        raise FrameError("wrong length of packed symbols")
+    symbols = np.empty(count, dtype=np.uint8)
+    if not _native.unpack_bits(as_bytes(data), width, limit, symbols):
+        raise FrameError("damaged packed symbols")
+    return symbols
+
+
+def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:
+    out = np.empty(2 * len(symbols) + 8, dtype=np.uint8)
+    return out[: _native.huffman_encode(symbols, lengths, codes, out)].tobytes()
+
+
+def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    symbols = np.empty(count, dtype=np.uint8)
+    if not _native.huffman_decode(as_bytes(data), lengths, codes, symbols):
+        raise FrameError("damaged huffman data")
+    return symbols
+
+
+def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: int, lanes: int) -> bytes:
+    out = np.empty(2 * len(symbols) + 3 * lanes + 64, dtype=np.uint8)
+    (length,) = _native.rans_encode(symbols, frequencies, precision, lanes, max(1, len(symbols)), out) or (0,)
+    return out[:length].tobytes()
+
+
+def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int) -> np.ndarray:
+    symbols = np.empty(count, dtype=np.uint8)
+    rans_decode(data, [len(data)], count, frequencies, precision, lanes, symbols)
+    return symbols
+
+
+def rans_encode(
+    symbols: np.ndarray, size: int, frequencies: np.ndarray, precision: int, lanes: int, out: np.ndarray
+) -> list[int]:
+    return _native.rans_encode(symbols, frequencies, precision, lanes, size, out)
+
+
+def rans_decode(
+    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
+    symbols: np.ndarray,
+) -> None:  # fmt: skip
+    if not _native.rans_decode(as_bytes(body), lengths, frequencies, precision, lanes, size, symbols):
+        raise FrameError("damaged rans chunk")
+
+
+@where(flat_fp32)  # what is written
+def rans_dequantize(
+    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
+    values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
+) -> bool:  # fmt: skip
+    if not _native.rans_dequantize(
+        as_bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, as_array(values), as_array(out),
+        accumulate, as_array(out if onto is None else onto),
+    ):  # fmt: skip
+        raise FrameError("damaged rans chunk")
+    return True

@@ -1,0 +1,93 @@
+"""Samples, their statistics, and rounding to a small float format (CO3), by the native module."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from gradwire import _native
+from gradwire.float_formats import Format
+from gradwire.kernels.conditions import where
+from gradwire.kernels.cpu.native_arguments import as_array, as_seed, flat_fp32
+from gradwire.kernels.reference.coders import chunk_size
+from gradwire.kernels.reference.quantize import RUN, SAMPLE, SAMPLE_RUNS
+
+__all__ = ["absmax", "moments", "quantize", "quantize_rans", "sample", "squared_errors", "to_symbols"]
+
+
+def _is_sampled(gradient: torch.Tensor) -> bool:
+    return gradient.numel() > SAMPLE and flat_fp32(gradient)  # of smaller tensors, the sample is all of them
+
+
+@where(_is_sampled)
+def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
+    out = torch.empty(SAMPLE)
+    _native.sample(as_array(gradient), as_array(memory), decay, SAMPLE_RUNS, RUN, as_array(out))
+    return out
+
+
+@where(flat_fp32)
+def moments(x: torch.Tensor) -> tuple[int, float, float]:
+    return _native.moments(as_array(x))
+
+
+@where(flat_fp32)
+def absmax(x: torch.Tensor) -> float:
+    return _native.absmax(as_array(x))
+
+
+@where(flat_fp32)
+def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = None) -> torch.Tensor:
+    # The values matter only to an error memory, and here is none.
+    return quantize(u, None, None, 0.0, step, fmt, _no_values(fmt.symbols), seed)
+
+
+@where(flat_fp32)
+def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
+    return _native.squared_errors(as_array(u), steps, _format(fmt), as_array(_no_values(fmt.symbols)))
+
+
+@where(flat_fp32)
+def quantize(
+    gradient: torch.Tensor,
+    memory: torch.Tensor | None,
+    memory_out: torch.Tensor | None,
+    decay: float,
+    step: float,
+    fmt: Format,
+    values: torch.Tensor,
+    seed: int | None = None,
+) -> torch.Tensor:
+    symbols = torch.empty(gradient.numel(), dtype=torch.uint8)
+    _native.quantize(
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),
+        as_seed(seed), as_array(symbols),
+    )  # fmt: skip
+    return symbols
+
+
+@where(flat_fp32)
+def quantize_rans(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
+    fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
+    out: torch.Tensor,
+) -> tuple[list[int], int] | None:  # fmt: skip
+    size = chunk_size(gradient.numel(), chunks)
+    return _native.quantize_rans(
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),
+        frequencies, precision, 1 << lane_bits, size, as_array(out),
+    )  # fmt: skip
+
+
+@lru_cache
+def _format(fmt: Format) -> tuple[int, int, int, int, bool, float]:
+    return (
+        fmt.min_exponent, fmt.mantissa, fmt.zero_symbol, len(fmt.magnitudes) - 1, bool(fmt.sign), fmt.largest
+    )  # fmt: skip
+
+
+@lru_cache
+def _no_values(count: int) -> torch.Tensor:
+    return torch.zeros(count)

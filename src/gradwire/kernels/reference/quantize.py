@@ -1,0 +1,124 @@
+"""Error feedback, samples and their statistics, and rounding to a small float format (CO3); any device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradwire.float_formats import Format
+from gradwire.kernels.reference.generator import mix, uniform
+
+__all__ = [
+    "FLOAT_MAX", "SAMPLE", "absmax", "compensate", "dequantize", "histogram", "moments", "quantize", "quantize_rans",
+    "sample", "squared_errors", "to_symbols",
+]  # fmt: skip
+
+SAMPLE_RUNS, RUN = 1024, 64
+SAMPLE = SAMPLE_RUNS * RUN  # tensors up to this size are looked at whole
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+# ── what to send ──────────────────────────────────────────────────────────────────────────────────
+
+
+def compensate(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
+    """u = g + decay·e, limited to the finite range (two rounded operations, no fused one)."""
+    if memory is None:
+        return gradient
+    return torch.clamp(gradient + memory * decay, -FLOAT_MAX, FLOAT_MAX)
+
+
+def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
+    """u at the sampled entries: runs of 64, one at a hashed place in each of 1024 equal strata.
+
+    The place is hashed, because a fixed stride would see the same columns of a matrix again and again.
+    """
+    n = gradient.numel()
+    if n <= SAMPLE:
+        return compensate(gradient, memory, decay)
+    stratum = n // SAMPLE_RUNS
+    run = torch.arange(SAMPLE_RUNS, dtype=torch.int64)
+    start = run * stratum + mix(run) % (stratum - RUN + 1)
+    index = (start[:, None] + torch.arange(RUN)).flatten().to(gradient.device)
+    return compensate(gradient[index], None if memory is None else memory[index], decay)
+
+
+def moments(x: torch.Tensor) -> tuple[int, float, float]:
+    """(entries that are not zero, Σ|x|, Σx²) in fp64."""
+    x = x.double()
+    return int(torch.count_nonzero(x)), float(x.abs().sum()), float(x.square().sum())
+
+
+def absmax(x: torch.Tensor) -> float:
+    """Largest magnitude; NaN or infinity if x holds one."""
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def histogram(symbols: torch.Tensor, count: int) -> np.ndarray:
+    return torch.bincount(symbols, minlength=count).cpu().numpy().astype(np.int64)
+
+
+# ── convert ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = None) -> torch.Tensor:
+    """Round to the nearest value of the format (or stochastically, with a seed), saturating; uint8 symbols."""
+    y = u * inverse(step)
+    magnitude = (y.abs() if fmt.sign else y.clamp(min=0)).clamp(max=fmt.largest)
+    # The spacing is a power of two, constant below the smallest normal number.
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
+    exponent = torch.where(magnitude > 0, exponent, fmt.min_exponent)  # frexp says 0 for zero
+    multiple = torch.ldexp(magnitude, fmt.mantissa - exponent)  # magnitude / spacing, exact
+    if seed is None:
+        rounded = torch.round(multiple)  # ties to even
+    else:
+        lower = torch.floor(multiple)
+        rounded = lower + (uniform(u.numel(), seed, device=u.device) < multiple - lower)
+    index = (exponent - fmt.min_exponent) * 2**fmt.mantissa + rounded.int()
+    index = index.clamp(max=len(fmt.magnitudes) - 1)
+    return (fmt.zero_symbol + torch.where(y < 0, -index, index)).to(torch.uint8)
+
+
+def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
+    """Σ(u − û)² for each of these steps."""
+    levels = torch.from_numpy(fmt.levels)
+    return [float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps]
+
+
+def inverse(step: float) -> torch.Tensor:
+    return torch.tensor(1, dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
+
+
+def quantize(
+    gradient: torch.Tensor,
+    memory: torch.Tensor | None,
+    memory_out: torch.Tensor | None,
+    decay: float,
+    step: float,
+    fmt: Format,
+    values: torch.Tensor,
+    seed: int | None = None,
+) -> torch.Tensor:
+    """Symbols of u = g + decay·e; writes e ← u − value(symbol) into memory_out."""
+    u = compensate(gradient, memory, decay)
+    symbols = to_symbols(u, step, fmt, seed)
+    if memory_out is not None:
+        torch.sub(u, dequantize(symbols, values), out=memory_out)
+    return symbols
+
+
+def dequantize(symbols: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return values.to(symbols.device)[symbols.int()]
+
+
+def quantize_rans(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
+    fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
+    out: torch.Tensor,
+) -> tuple[list[int], int] | None:  # fmt: skip
+    """Do `quantize` and rANS in one pass: return the lengths of the chunks, which stand in `out`, and how many entries
+    they hold. That is less than all where the kernel stopped before a NaN or an infinity.
+
+    None says that this device has no such kernel: the caller then quantizes and encodes one after the other.
+    """
+    return None

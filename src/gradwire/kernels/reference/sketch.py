@@ -1,0 +1,46 @@
+"""Count-sketches (Charikar, Chen, Farach-Colton 2002): cells that entries are added to, and estimates from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradwire.kernels.reference.generator import uniform
+
+__all__ = ["sketch_cells", "sketch_estimates"]
+
+BLOCK = 1 << 20  # entries hashed at a time
+MASK = (1 << 64) - 1
+
+
+def hashed(
+    row: int, seed: int, columns: int, start: int, stop: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (column, sign) in this row of the entries start … stop−1; there are at most 2²³ columns."""
+    h = (uniform(stop - start, (seed + row) & MASK, start, device) * 2**24).long()
+    return (h >> 1) * columns >> 23, 1 - 2 * (h & 1)
+
+
+def sketch_cells(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Add every entry, with a hashed sign, to one hashed cell of each row; returns rows × columns sums in fp64."""
+    cells = np.zeros((rows, columns))
+    for start in range(0, u.numel(), BLOCK):
+        part = u[start : start + BLOCK].double()
+        for row in range(rows):
+            column, sign = hashed(row, seed, columns, start, start + len(part), u.device)
+            cells[row] += np.bincount(column.cpu().numpy(), (part * sign).cpu().numpy(), minlength=columns)
+    return torch.from_numpy(cells).to(u.device)
+
+
+def sketch_estimates(cells: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Return the median over the rows of sign·cell for each of `count` entries, in fp32."""
+    rows, columns = cells.shape
+    out = torch.empty(count, device=cells.device)
+    for start in range(0, count, BLOCK):
+        stop = min(count, start + BLOCK)
+        estimates = []
+        for row in range(rows):
+            column, sign = hashed(row, seed, columns, start, stop, cells.device)
+            estimates.append(cells[row, column] * sign)
+        out[start:stop] = torch.stack(estimates).median(dim=0).values
+    return out
