@@ -225,7 +225,7 @@ def test_an_engine_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Rounds(100) as rounds:
-        on_round, on_failure = rounds.of("co3")
+        on_round, on_failure = rounds.callbacks("co3")
         for i in range(101):
             on_round({"round": i, "accuracy": 0.5, "loss": 1.0, "upload_bytes": i * 1000, "download_bytes": 1})
         on_failure(3, 12, "damaged [bold]frame[/nothing]")

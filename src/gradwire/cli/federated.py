@@ -1,4 +1,4 @@
-"""`gradwire train --federated`: from its options to the settings, one run for each codec, and the closing table."""
+"""`gradwire train --federated`: it turns options into settings, runs each codec once, and prints the results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gradwire.tasks.federated.settings import FederatedSettings
 from gradwire.tasks.training import own_device
 
 CLIENTS, MOST_PER_ROUND, ROUNDS, LOCAL_EPOCHS = 10, 10, 20, 1
-# Options of workers, and what takes their place.
-OF_WORKERS = {
+# Options of trainings without a server, and what to give instead.
+WORKER_OPTIONS = {
     "workers": "give --clients and --per-round",
     "epochs": "give --rounds and --local-epochs",
     "steps": "give --rounds and --local-epochs",
@@ -40,7 +40,7 @@ OF_WORKERS = {
 
 @dataclasses.dataclass
 class FederatedOptions:
-    """As given on the command line; None where the user left the choice to us."""
+    """The options of `--federated` as the user gave them; None for those that the user left out."""
 
     clients: int | None
     per_round: int | None
@@ -52,14 +52,14 @@ class FederatedOptions:
     rate: str | None
 
     def check_unused(self) -> None:
-        """Without --federated."""
+        """Raise a GradwireError if any of them is given, for a training without `--federated`."""
         for name, value in dataclasses.asdict(self).items():
             if value is not None:
                 raise GradwireError(f"{_option(name)} is for federated runs: add --federated, or leave it out")
 
 
 def train(options: TrainOptions, federated: FederatedOptions) -> None:
-    """Run once per codec on Flower's simulation engine, and show what came out."""
+    """Run each codec once on Flower's simulation engine, print the results, and write them to `--json` if given."""
     flower_simulation.check_installed()
     flower_simulation.prepare()
     settings, codecs = resolve(options, federated)
@@ -68,7 +68,7 @@ def train(options: TrainOptions, federated: FederatedOptions) -> None:
 
     try:
         with Rounds(settings.rounds) as rounds:
-            runs = [FederatedRun(settings, codec, *rounds.of(settings.rate or codec)) for codec in codecs]
+            runs = [FederatedRun(settings, codec, *rounds.callbacks(settings.rate or codec)) for codec in codecs]
             flower_simulation.simulate(runs)
     except (KeyboardInterrupt, SystemExit) as interrupt:
         flower_simulation.leave(interrupt)
@@ -80,10 +80,10 @@ def train(options: TrainOptions, federated: FederatedOptions) -> None:
 
 
 def resolve(options: TrainOptions, federated: FederatedOptions) -> tuple[FederatedSettings, list[str]]:
-    """The settings and the codecs; whatever is wrong with the options is said here."""
+    """Return the settings and the codecs. Raises a GradwireError for whatever is wrong with the options."""
     from gradwire.flower.shared import adaptive_rate
 
-    for name, fix in OF_WORKERS.items():
+    for name, fix in WORKER_OPTIONS.items():
         if getattr(options, name):
             raise GradwireError(f"{_option(name)} does not go with --federated: {fix}")
     check_values(options)

@@ -1,4 +1,4 @@
-"""The progress of a federated run: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of federated runs: a bar for each run on a terminal, single lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ BYTES = ("upload_bytes", "download_bytes")
 
 
 class Rounds:
-    """One bar for each run, from its first round on; replies that could not be used are shown above."""
+    """One progress bar for each run, from its first round on; replies that could not be used are printed above.
+
+    It is a context manager. The callbacks are called in the thread of the server app, one run after the other.
+    """
 
     def __init__(self, rounds: int) -> None:
         self.console, self.total = Console(), rounds
@@ -41,8 +44,8 @@ class Rounds:
     def __exit__(self, *_: object) -> None:
         self.bars.stop()
 
-    def of(self, codec: str) -> tuple[OnRound, OnFailure]:
-        """What to call after each round of this run, and for each reply that could not be used."""
+    def callbacks(self, codec: str) -> tuple[OnRound, OnFailure]:
+        """Return the functions to call after each round of a run, and for each reply that could not be used."""
         row: TaskID | None = None
 
         def on_round(figures: dict[str, float]) -> None:
@@ -63,7 +66,7 @@ class Rounds:
         return on_round, on_failure
 
     def _text(self, figures: dict[str, float]) -> str:
-        name = next(key for key in figures if key != "round")  # the most telling one is first
+        name = next(key for key in figures if key != "round")  # the task's main metric is the first one
         up, down = (decimal(figures[key]) for key in BYTES)
         return f"{name.replace('_', ' ')} {figures[name]:.4f}, {up} up, {down} down"
 
@@ -72,7 +75,7 @@ class Rounds:
 
 
 def decimal(count: float) -> str:
-    """Bytes with three digits."""
+    """Return a number of bytes as text with three digits and a unit, such as "12.3 kB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5 or unit == "GB":
             break

@@ -1,4 +1,4 @@
-"""The closing tables of `gradwire train --federated`."""
+"""The tables that `gradwire train --federated` prints at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_METRICS = ("round", "upload_bytes", "download_bytes", "seconds")
 
 
 def show(summary: dict[str, Any]) -> None:
-    """One row per run: what came out and what it cost in bytes; below, the totals."""
+    """Print a table of metrics and bytes per client, one row for each run, and a table of totals."""
     runs = summary["runs"]
     first = runs[0]
     metrics = [name for name in first["history"][-1] if name not in NOT_METRICS]

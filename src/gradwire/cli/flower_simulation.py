@@ -1,6 +1,6 @@
-"""Flower's simulation engine for `gradwire train --federated`: quiet, and gone when the command is.
+"""Flower's simulation engine for `gradwire train --federated`: without its logs, and nothing of it is left running.
 
-`run_simulation` has the engine in the main thread and the server app in another one; clients are actors of a Ray that
+`run_simulation` runs the engine in the main thread and the server app in another one; clients are actors of a Ray that
 it starts and stops. Whatever ends the engine, Ctrl-C too, has to end that thread, or the process would wait for it.
 """
 
@@ -28,37 +28,43 @@ if TYPE_CHECKING:
     from gradwire.tasks.federated.run import FederatedRun
 
 PR_SET_PDEATHSIG = 1
-LONGEST_PATH = 107  # of a socket; Ray's are that of the folder and this much
-RAY_SOCKET = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+LONGEST_PATH = 107  # bytes that the path of a socket may have
+RAY_SOCKET = len(  # what Ray appends to its folder
+    "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+)
 
 
 def check_installed() -> None:
+    """Raise a GradwireError that names the fix if Flower or Ray is not installed."""
     if not all(importlib.util.find_spec(name) for name in ("flwr", "ray")):
         raise GradwireError("--federated needs Flower and its simulation engine: pip install 'gradwire[flower]'")
 
 
 def prepare() -> None:
-    """Before Flower and Ray are imported: neither reports to its makers unless the user has asked for it."""
+    """Set the environment of Flower and Ray; call it before they are imported.
+
+    Neither of them reports usage to its makers unless the user has asked for it.
+    """
     for name in (
         "FLWR_TELEMETRY_ENABLED",
         "RAY_USAGE_STATS_ENABLED",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",  # its new way; the old one warns
-        "RAY_enable_worker_prestart",  # of processes that nobody would use
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",  # the new behaviour; the old one prints a warning
+        "RAY_enable_worker_prestart",  # no processes in advance, which nobody would use
         "RAY_prestart_worker_first_driver",
     ):
         os.environ.setdefault(name, "0")
-    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it answers a plain `kill` with a stack trace
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # otherwise a plain `kill` prints a stack trace
 
 
 def actors(settings: FederatedSettings) -> int:
-    """How many clients run at a time."""
+    """Return how many clients run at the same time."""
     return max(1, min(settings.per_round, cores() // (settings.threads or 1)))
 
 
 def simulate(runs: Sequence[FederatedRun]) -> None:
-    """Run them to their end, one after the other; raises what the server app raised.
+    """Do all runs, one after the other. Raises what the server app raised.
 
-    After an interrupt, threads of the engine go on waiting for a Ray that is gone: the process has to end by `leave`.
+    After an interrupt, threads of the engine still wait for a Ray that is gone: the process has to end by `leave`.
     """
     from flwr.simulation import run_simulation
 
@@ -86,33 +92,37 @@ def simulate(runs: Sequence[FederatedRun]) -> None:
             finally:
                 stop.set()
                 _shut_ray_down()
-    except GradwireError:  # of the server app
+    except GradwireError:  # raised by the server app
         raise
     except RuntimeError as error:
         raise GradwireError(f"Flower's simulation engine failed: {_first_cause(error)}") from error
 
 
 def leave(interrupt: BaseException) -> NoReturn:
-    """End the process now, without waiting for threads. A plain `kill` is a SystemExit here: Ray makes it one."""
+    """End the process now, without waiting for threads.
+
+    Ray turns a plain `kill` into a SystemExit; the exit code tells the two interrupts apart.
+    """
     print("stopped", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(128 + (signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM))
 
 
 class EndsWithRay:
-    """A client app whose process ends with Ray's own: left to itself, it may stay for a minute."""
+    """A client app whose process ends together with its parent, Ray's: by itself it could stay for a minute."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     def __call__(self, message: Any, context: Any) -> Any:
+        """Handle a message as the app does."""
         _end_with_parent()
         return self.app(message, context)
 
 
 @functools.cache
 def _end_with_parent() -> None:
-    """By the kernel: Python's threads stand still while Ray takes its time to leave."""
+    """Ask the kernel to kill this process when its parent ends: Python's threads do not run while Ray shuts down."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
@@ -128,13 +138,13 @@ def _gpus() -> int:
 
 
 def _share(gpus: int, count: int) -> float:
-    """Of each client: one at most, in the thousandths that Ray can count."""
+    """Return the share of a GPU for each client: at most one, in thousandths, which Ray can count."""
     return min(1.0, gpus * 1000 // count / 1000)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Replies that cannot be used are shown by the command itself; failures are raised."""
+    """Silence Flower's log: the command itself shows replies that cannot be used, and failures are raised."""
     logger = logging.getLogger("flwr")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -148,7 +158,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ray_folder() -> Iterator[dict[str, str]]:
-    """Ray leaves its logs behind: in a folder that goes with the run, if its path is short enough for sockets."""
+    """Give Ray a folder for its logs that is deleted after the run, if its path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="gw-", ignore_cleanup_errors=True) as folder:
         yield {"_temp_dir": folder} if len(folder) + RAY_SOCKET <= LONGEST_PATH else {}
 

@@ -1,9 +1,9 @@
-"""Which client holds which training examples: all alike (IID), or skewed by class.
+"""Which client holds which training examples: evenly shuffled (IID), or skewed by class.
 
 T.-M. H. Hsu, H. Qi, M. Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
 Classification, 2019, https://arxiv.org/abs/1909.06335, in the form that most papers since then use: the examples of
-each class go to the clients in shares drawn from a symmetric Dirichlet distribution. The smaller α, the fewer clients
-share a class.
+each class are divided among the clients in shares drawn from a symmetric Dirichlet distribution. The smaller its α, the
+fewer clients share a class.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from gradwire.errors import GradwireError
 from gradwire.tasks.base import Task
 from gradwire.tasks.example_order import derived_seed
 
-STREAM = 0x5EED  # keeps these draws apart from those of the order of examples
+STREAM = 0x5EED  # so that these draws are independent of those for the order of examples
 
 
 def partition(task: Task, clients: int, seed: int, alpha: float = math.inf, at_least: int = 1) -> list[np.ndarray]:
-    """The examples of each client, sorted: every training example of the task once.
+    """Return the sorted indexes of each client's examples; every training example of the task belongs to one client.
 
-    α = ∞ deals them out evenly: shuffled where examples have classes, as contiguous parts where they have none (of a
-    text, neighbours belong together). Otherwise every client has `at_least` examples, or an even share if that is
-    less: those with fewer are given some by those with the most.
+    With α = ∞ all clients get equally many: at random if examples have classes, as contiguous parts if they have none,
+    since neighbours in a text belong together. With a finite α every client gets at least `at_least` examples, or an
+    even share if that is less: clients with fewer get some from those with the most.
+
+    Raises a GradwireError that names the option if there are more clients than examples, α is not positive, or there
+    are no classes to skew.
     """
     labels, size = task.train_labels(), task.train_size
     if not 1 <= clients <= size:
@@ -54,9 +57,9 @@ def _dirichlet(
     for client in np.flatnonzero(sizes < at_least):
         while (missing := at_least - sizes[client]) > 0:
             richest = int(sizes.argmax())
-            given = min(missing, max(1, (sizes[richest] - at_least) // 2))
-            parts[richest], gift = parts[richest][:-given], parts[richest][-given:]
-            parts[client] = np.concatenate([parts[client], gift])
-            sizes[richest] -= given
-            sizes[client] += given
+            count = min(missing, max(1, (sizes[richest] - at_least) // 2))
+            parts[richest], moved = parts[richest][:-count], parts[richest][-count:]
+            parts[client] = np.concatenate([parts[client], moved])
+            sizes[richest] -= count
+            sizes[client] += count
     return [np.sort(part) for part in parts]
