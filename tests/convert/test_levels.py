@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire.convert.level_numbers import round_outward
-from gradwire.convert.levels import EVEN, EXPLICIT, SYMMETRIC, level_values, make_layout
+from gradwire.convert.levels import EVEN, EXPLICIT, SYMMETRIC, level_values, make_buckets
 from gradwire.kernels import reference
 from support.helpers import (
     BACKENDS,
@@ -146,10 +146,10 @@ def test_segments_of_any_size_fit_what_was_announced(spec: str, sizes: list[int]
 
 
 def test_small_segments_share_a_bucket() -> None:
-    layout = make_layout(100, (1, 1, 30, 4, 60, 4), 20, 5)
+    layout = make_buckets(100, (1, 1, 30, 4, 60, 4), 20, 5)
     assert layout.segments == (32, 4 + 60 + 4) or layout.segments == (36, 64)
     assert layout.starts.tolist() == [0, 20, 36, 56, 76, 96, 100]
-    assert make_layout(100, (), 100, 5).bucket == 0  # one bucket is written in one way
+    assert make_buckets(100, (), 100, 5).bucket == 0  # one bucket is written in one way
 
 
 def test_equal_buckets_are_written_once() -> None:

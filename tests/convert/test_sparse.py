@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gradwire
 from gradwire import codecs, kernels
 from gradwire.codecs import encoding
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.m22 import M22
 from gradwire.convert.sbc import SBC
 from gradwire.convert.sparse import Sparse, sent_positions
@@ -420,7 +420,7 @@ def test_select_stops_before_what_is_not_finite(backend: str) -> None:
     assert done <= 7777 and not len(positions) and not len(values)
     check_same(memory[:done], x[:done] + e[:done] * 0.5)
     check_same(memory[done:], e[done:])
-    job = Job(x, x, e.clone(), None)
+    job = Conversion(x, x, e.clone(), None)
     with pytest.raises(gradwire.convert.conversion.NonFinite):
         SBC().select(job)
 

@@ -17,7 +17,7 @@ import gradwire
 from gradwire.catalogue import all_recipes, spec
 from gradwire.catalogue.spec import Entry, Parameter
 from gradwire.convert import stored
-from gradwire.convert.conversion import Converter, Job
+from gradwire.convert.conversion import Conversion, Converter
 from gradwire.frame import headers
 from support.helpers import bits
 
@@ -117,18 +117,19 @@ class LargestShare(Converter):
     """The share p of entries with the largest magnitudes, stored as they are among zeros."""
 
     wire_id = headers.STORED
+    families = ("quantize",)
 
     def __init__(self, p: float):
         self.p = p
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        job.require_finite()
-        u = job.compensated()
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        conversion.require_finite()
+        u = conversion.compensated()
         kept = u.abs().topk(math.ceil(self.p * len(u))).indices
         sent = torch.zeros_like(u).index_copy_(0, kept, u[kept])
-        if job.memory_out is not None:
-            torch.sub(u, sent, out=job.memory_out)
-        return stored.store(sent.to(job.dtype), out)
+        if conversion.memory_out is not None:
+            torch.sub(u, sent, out=conversion.memory_out)
+        return stored.store(sent.to(conversion.dtype), out)
 
 
 def add_toy_recipe() -> None:

@@ -12,7 +12,7 @@ from gradwire.backward import layers
 from gradwire.backward.layers import ChosenRows
 from gradwire.backward.row_choice import Choice
 from gradwire.backward.row_memory import RowMemory
-from gradwire.backward.row_scales import Scaler, Scales
+from gradwire.backward.row_scales import LossScaler, Scales
 from gradwire.errors import GradwireError, SpecError
 
 # Subclasses are left alone: their forward may be their own.
@@ -29,7 +29,7 @@ K = int | float | None
 
 def convert(
     model: nn.Module, k: K | Mapping[str, K], policy: str = "topk", decay: float = 1.0, *,
-    centre: bool = True, optimizer: torch.optim.Optimizer | None = None, grad_scaler: Scaler | None = None,
+    centre: bool = True, optimizer: torch.optim.Optimizer | None = None, grad_scaler: LossScaler | None = None,
     memory_dtype: torch.dtype | None = None,
 ) -> nn.Module:  # fmt: skip
     """Let linear layers and 1×1 convolutions of `model` make their weight gradients from k rows of a batch.
@@ -101,7 +101,7 @@ def forget(model: nn.Module) -> None:
 
 
 def _scales(
-    layers: list[nn.Module], optimizer: torch.optim.Optimizer | None, grad_scaler: Scaler | None
+    layers: list[nn.Module], optimizer: torch.optim.Optimizer | None, grad_scaler: LossScaler | None
 ) -> dict[int, Scales]:
     """By id of the layer. What is not given stays as it was; new layers get what the first converted one has."""
     first = next((layer.scales for layer in layers if isinstance(layer, ChosenRows)), Scales())

@@ -28,7 +28,7 @@ class Factors(NamedTuple):
     chosen_outputs: float = 1.0
 
 
-class Scaler(Protocol):
+class LossScaler(Protocol):
     def get_scale(self) -> float: ...
 
 
@@ -37,7 +37,7 @@ class Scales:
     """`optimizer` makes it the paper's form; `grad_scaler` is needed where one scales the loss."""
 
     optimizer: torch.optim.Optimizer | None = None
-    grad_scaler: Scaler | None = None
+    grad_scaler: LossScaler | None = None
     _seen: tuple[torch.Tensor, int, float] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from gradwire.convert.ecq import DEFAULT_RATE, Ecq
 from gradwire.convert.homomorphic import Homomorphic
 from gradwire.convert.level_numbers import PRECISIONS
 from gradwire.convert.levels import MOST_LEVELS
-from gradwire.convert.linear import Linear
+from gradwire.convert.linear import LinearLevels
 from gradwire.convert.m22 import M22, MOST_BITS
 from gradwire.convert.minifloat import Minifloat
 from gradwire.convert.orq import ORQ, parse_levels
@@ -172,7 +172,7 @@ _DENSE = [
     ),
     Entry(
         "linear", "unbiased, evenly spaced from least to greatest: a baseline that entropy coding makes a good one",
-        "", _build_plain(Linear), _levels("512", "bf16", _UNBIASED, levels=Parameter("9", whole(2, MOST_LEVELS))),
+        "", _build_plain(LinearLevels), _levels("512", "bf16", _UNBIASED, levels=Parameter("9", whole(2, MOST_LEVELS))),
     ),
     Entry(
         "tinyscript", "Lloyd levels of a fitted double Weibull: a baseline of CO3; co3 does better at fewer bits",

@@ -13,7 +13,7 @@ import torch
 
 from gradwire import kernels
 from gradwire.convert import stored
-from gradwire.convert.conversion import Converter, Job, NonFinite
+from gradwire.convert.conversion import Conversion, Converter, NonFinite
 from gradwire.errors import GradwireError
 from gradwire.frame import headers
 
@@ -98,15 +98,15 @@ class Codec:
         if gradient is None or not flat.numel():
             _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
-        where_it_is = Job(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
+        where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
         stays = kernels.takes(tensor.device, self.converter.families)
-        job = where_it_is if stays else _on_cpu(where_it_is)
+        conversion = where_it_is if stays else _on_cpu(where_it_is)
         try:
-            if job.in_place and (job.count <= CHECKED_AHEAD or not decay):
-                job.require_finite()
-            length = self._encode_finite(job, tensor, out)
-            if not stays and where_it_is.memory_out is not None and job.memory_out is not None:
-                where_it_is.memory_out.copy_(job.memory_out)
+            if conversion.in_place and (conversion.count <= CHECKED_AHEAD or not decay):
+                conversion.require_finite()
+            length = self._encode_finite(conversion, tensor, out)
+            if not stays and where_it_is.memory_out is not None and conversion.memory_out is not None:
+                where_it_is.memory_out.copy_(conversion.memory_out)
             return length
         except NonFinite:
             if not where_it_is.in_place:
@@ -114,28 +114,34 @@ class Codec:
             finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
             return _frame_of_stored(flat, tensor, out, 0 if finite else headers.NONFINITE)
 
-    def _encode_finite(self, job: Job, tensor: torch.Tensor, out: torch.Tensor) -> int:
+    def _encode_finite(self, conversion: Conversion, tensor: torch.Tensor, out: torch.Tensor) -> int:
         shape, dense = tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize
         if dense <= 32 and self.converter.stores_tiny:
             # Side information alone would take as much: send the few entries as they are.
-            length = stored.Stored().encode(job, out[headers.header_length(shape, dense) :])
+            length = stored.Stored().encode(conversion, out[headers.header_length(shape, dense) :])
             return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, 0, length)
         start = headers.header_length(shape, max(1, dense // 16))  # a guess at the length of the length
-        length = self.converter.encode(job, out[start:])
+        length = self.converter.encode(conversion, out[start:])
         exact = headers.header_length(shape, length)
         if exact != start:
             out[exact : exact + length] = out[start : start + length].clone()
-        flags = headers.SEGMENTED if job.segments and self.converter.lists_segments else 0
+        flags = headers.SEGMENTED if conversion.segments and self.converter.lists_segments else 0
         return headers.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
 
 
-def _on_cpu(job: Job) -> Job:
+def _on_cpu(conversion: Conversion) -> Conversion:
     """Return a copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
-    memory = None if job.memory is None else job.memory.cpu()
+    memory = None if conversion.memory is None else conversion.memory.cpu()
     memory_out = None
-    if job.memory_out is not None:
-        memory_out = memory if job.in_place else torch.empty(job.count)
-    return replace(job, gradient=job.gradient.cpu(), original=job.original.cpu(), memory=memory, memory_out=memory_out)
+    if conversion.memory_out is not None:
+        memory_out = memory if conversion.in_place else torch.empty(conversion.count)
+    return replace(
+        conversion,
+        gradient=conversion.gradient.cpu(),
+        original=conversion.original.cpu(),
+        memory=memory,
+        memory_out=memory_out,
+    )
 
 
 def _keep(memory: torch.Tensor | None, memory_out: torch.Tensor | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.level_stats import clip_limits
 from gradwire.convert.levels import EXPLICIT, SYMMETRIC, Levels
 
@@ -23,6 +23,8 @@ class BinGrad(Levels):
         self.kind = SYMMETRIC if form == "pb" else EXPLICIT
         self.search, self.clip = {"b": "two", "pb": "pair"}[form], clip
 
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
-        limits = clip_limits(job, starts, self.clip)
-        return kernels.search_levels(job.gradient, job.memory, job.decay, starts, limits, 2, self.search)
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        limits = clip_limits(conversion, starts, self.clip)
+        return kernels.search_levels(
+            conversion.gradient, conversion.memory, conversion.decay, starts, limits, 2, self.search
+        )

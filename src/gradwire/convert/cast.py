@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.convert.conversion import Conversion, Converter, combine, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.headers import CAST, DTYPES, Header
 
@@ -20,14 +20,14 @@ class Cast(Converter):
     def __init__(self, target: torch.dtype):
         self.target = target
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        job.require_finite()
-        u = job.compensated()
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        conversion.require_finite()
+        u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
         sent = limit_to(u, self.target)
-        if job.memory_out is not None:
-            torch.sub(u, limit_to(sent.float(), job.dtype).float(), out=job.memory_out)
-        length = 1 + 2 * job.count
+        if conversion.memory_out is not None:
+            torch.sub(u, limit_to(sent.float(), conversion.dtype).float(), out=conversion.memory_out)
+        length = 1 + 2 * conversion.count
         out[0] = DTYPES.index(self.target)
         out[1:length] = sent.view(torch.uint8)
         return length

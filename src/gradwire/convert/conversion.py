@@ -17,7 +17,7 @@ class NonFinite(Exception):
 
 
 class Converter(ABC):
-    """Turns a job into payload bytes, and updates its error memory to what the payload leaves out."""
+    """Turns a conversion into payload bytes, and updates its error memory to what the payload leaves out."""
 
     wire_id: int  # of the function that decodes the payload
     stochastic = False  # frames depend on the seed
@@ -31,15 +31,15 @@ class Converter(ABC):
     stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
 
     @abstractmethod
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        """Write the payload to the front of `out` and e ← u − decoded to job.memory_out; returns its length.
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload to the front of `out` and e ← u − decoded to conversion.memory_out; returns its length.
 
         Raises NonFinite, before any memory is changed, where the gradient holds a NaN or an infinity.
         """
 
 
 @dataclass
-class Job:
+class Conversion:
     gradient: torch.Tensor  # flat fp32, contiguous
     original: torch.Tensor  # the same in the dtype that the receiver gets back
     memory: torch.Tensor | None = None  # e, flat fp32
@@ -78,13 +78,13 @@ class Job:
         part = self.memory[: sent.numel()]
         part.add_(sent.to(part.device)).sub_(self.gradient[: sent.numel()]).div_(self.decay)
 
-    def slice(self, start: int, stop: int) -> Job:
+    def slice(self, start: int, stop: int) -> Conversion:
         def cut(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t[start:stop]
 
         memory, memory_out = cut(self.memory), cut(self.memory_out)
         part = slice(start, stop)
-        return Job(self.gradient[part], self.original[part], memory, memory_out, self.decay, self.seed + start)
+        return Conversion(self.gradient[part], self.original[part], memory, memory_out, self.decay, self.seed + start)
 
 
 def require_finite(u: torch.Tensor) -> None:

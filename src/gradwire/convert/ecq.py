@@ -17,9 +17,9 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.compress import rans
-from gradwire.convert.conversion import Converter, Job, combine, in_host_memory, limit_to
-from gradwire.convert.grid_fit import Fit, Target, choose
-from gradwire.convert.grid_search import Grid
+from gradwire.convert.conversion import Conversion, Converter, combine, in_host_memory, limit_to
+from gradwire.convert.grid_fit import GridFit, Target, choose
+from gradwire.convert.grid_search import MeasuredGrid
 from gradwire.convert.minifloat import read_segments, read_step, round_step, write
 from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
 from gradwire.errors import FrameError
@@ -64,7 +64,7 @@ class Ecq(Converter):
         self.stochastic = rounding == "stochastic"
         self.target = Target(rate, nmse, self.stochastic)
 
-    def _whole_range(self, u: torch.Tensor, grid: Grid, segmented: bool) -> Grid:
+    def _whole_range(self, u: torch.Tensor, grid: MeasuredGrid, segmented: bool) -> MeasuredGrid:
         """Nothing saturates in a stochastic grid: the step grows until all outliers have a place."""
         step, room = grid.step, kernels.grid_capacity(u.numel(), segmented)
         while kernels.absmax(u) / step >= kernels.GRID_LIMIT or int((u.abs() >= grid.largest * step).sum()) > room:
@@ -73,79 +73,87 @@ class Ecq(Converter):
 
     # ── encoding ──
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        if job.segments:
-            return self._encode_segments(job, out)
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        if conversion.segments:
+            return self._encode_segments(conversion, out)
         if self.stochastic:
-            job.require_finite()
-        found = self.target.fit_job(job)
+            conversion.require_finite()
+        found = self.target.fit_tensor(conversion)
         if found is None:
-            return _all_zero(job, out)
+            return _all_zero(conversion, out)
         grid, coding = found.grid, found.coding
         if self.stochastic:
-            grid = self._whole_range(job.compensated(), grid, False)
-        points = Points(grid.step, grid.offsets, job.dtype)
+            grid = self._whole_range(conversion.compensated(), grid, False)
+        points = Points(grid.step, grid.offsets, conversion.dtype)
         side = _side(grid) + bfloat16(grid.step)
         if _covers(coding) and not self.stochastic:
-            length = _encode_fused(job, out, side, found, points)
+            length = _encode_fused(conversion, out, side, found, points)
             if length:
                 return length
-        symbols, outliers = self._quantize(job, grid, points)  # the same bytes in two passes
+        symbols, outliers = self._quantize(conversion, grid, points)  # the same bytes in two passes
         return _finish(out, side, symbols, coding, outliers, grid.largest)
 
-    def _quantize(self, job: Job, grid: Grid, points: Points, segmented: bool = False) -> tuple[torch.Tensor, Outliers]:
-        job.require_finite()
+    def _quantize(
+        self, conversion: Conversion, grid: MeasuredGrid, points: Points, segmented: bool = False
+    ) -> tuple[torch.Tensor, Outliers]:
+        conversion.require_finite()
         symbols, found = kernels.grid_quantize(
-            job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, table(points, grid.largest),
-            kernels.grid_capacity(job.count, segmented), job.seed if self.stochastic else None,
+            conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, grid.step,
+            grid.shift, table(points, grid.largest), kernels.grid_capacity(conversion.count, segmented),
+            conversion.seed if self.stochastic else None,
         )  # fmt: skip
-        return symbols, _correct(job, points, found)
+        return symbols, _correct(conversion, points, found)
 
-    def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
+    def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Several small tensors, each with its own step: the same grid in units of their root mean squares."""
-        job.require_finite()  # all of it, before the memory of the first segment changes
-        u = job.compensated()
-        scales = [float(part.double().square().mean().sqrt()) for part in u.split(job.segments)]
-        relative = [part / scale for part, scale in zip(u.split(job.segments), scales, strict=True) if scale]
-        found = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), job.count) if relative else None
+        conversion.require_finite()  # all of it, before the memory of the first segment changes
+        u = conversion.compensated()
+        scales = [float(part.double().square().mean().sqrt()) for part in u.split(conversion.segments)]
+        relative = [part / scale for part, scale in zip(u.split(conversion.segments), scales, strict=True) if scale]
+        found = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), conversion.count) if relative else None
         if found is None:
-            found = self.target.fit(torch.ones(1), job.count)
+            found = self.target.fit(torch.ones(1), conversion.count)
             assert found is not None
         side, pieces, outliers, position = bytearray(), [], [], 0
-        for length, scale, part in zip(job.segments, scales, u.split(job.segments), strict=True):
+        for length, scale, part in zip(conversion.segments, scales, u.split(conversion.segments), strict=True):
             grid = replace(found.grid, step=round_step(found.grid.step * scale if scale else 1.0))
             if self.stochastic:
                 grid = self._whole_range(part, grid, True)
             side += varint(length) + bfloat16(grid.step)
             symbols, apart = self._quantize(
-                job.slice(position, position + length), grid, Points(grid.step, grid.offsets, job.dtype), True
+                conversion.slice(position, position + length),
+                grid,
+                Points(grid.step, grid.offsets, conversion.dtype),
+                True,
             )
             pieces.append(symbols)
             outliers.append((apart[0] + position, apart[1]))
             position += length
         symbols = torch.cat(pieces)
         grid = found.grid
-        coding = choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), job.count)
+        coding = choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), conversion.count)
         apart = (np.concatenate([p for p, _ in outliers]), np.concatenate([m for _, m in outliers]))
-        return _finish(out, _side(grid) + varint(len(job.segments)) + bytes(side), symbols, coding, apart, grid.largest)
+        return _finish(
+            out, _side(grid) + varint(len(conversion.segments)) + bytes(side), symbols, coding, apart, grid.largest
+        )
 
 
-def _side(grid: Grid) -> bytes:
+def _side(grid: MeasuredGrid) -> bytes:
     return bytes([grid.largest, len(grid.offsets), *(d & 255 for d in grid.offsets)])
 
 
-def _all_zero(job: Job, out: torch.Tensor) -> int:
-    if job.memory_out is not None:
-        job.memory_out.zero_()
+def _all_zero(conversion: Conversion, out: torch.Tensor) -> int:
+    if conversion.memory_out is not None:
+        conversion.memory_out.zero_()
     zero = compress.Coding(compress.CONSTANT, parameters=bytes([1]))
     return write(out, bytes([1, 0]), bfloat16(1.0), varint(0), zero.head)
 
 
-def _correct(job: Job, points: Points, found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
+def _correct(conversion: Conversion, points: Points, found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
     """e ← u − ĝ of the outliers, which the kernels leave at u."""
     positions, multiples = found
-    if job.memory_out is not None and len(positions):
-        kernels.add_at(job.memory_out, positions, -points.of(multiples))
+    if conversion.memory_out is not None and len(positions):
+        kernels.add_at(conversion.memory_out, positions, -points.of(multiples))
     return _listed(found)
 
 
@@ -174,33 +182,33 @@ def _misled(coding: compress.Coding, length: int) -> bool:
     return 8 * length > coding.expected_bits * 1.02 + 1024
 
 
-def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points: Points) -> int:
+def _encode_fused(conversion: Conversion, out: torch.Tensor, side: bytes, fitted: GridFit, points: Points) -> int:
     """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot, or nothing was done."""
     grid, coding = fitted.grid, fitted.coding
-    lane_bits, chunks = rans.layout(job.count, coding.expected_bits)
+    lane_bits, chunks = rans.layout(conversion.count, coding.expected_bits)
     layout = len(rans.head(lane_bits, [0] * chunks))
     guess = len(varint(int(fitted.outlier_bits / 8)))
     start = len(side) + guess + len(coding.head) + layout
     values = table(points, grid.largest)
     # Rounding to another dtype is not the kernels' business.
-    offset = grid.offsets[-1] / 256 if job.dtype == torch.float32 and grid.largest >= len(grid.offsets) else None
+    offset = grid.offsets[-1] / 256 if conversion.dtype == torch.float32 and grid.largest >= len(grid.offsets) else None
     coded = kernels.grid_rans(
-        job.gradient, job.memory, job.memory_out, job.decay, grid.step, grid.shift, values,
-        offset, kernels.grid_capacity(job.count), coding.table, coding.precision, lane_bits, chunks, out[start:],
+        conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, grid.step, grid.shift, values,
+        offset, kernels.grid_capacity(conversion.count), coding.table, coding.precision, lane_bits, chunks, out[start:],
     )  # fmt: skip
     if coded is None:
         return 0
     lengths, done, found = coded
     body = out[start : start + sum(lengths)]
-    if done < job.count:
+    if done < conversion.count:
         settled = None if offset is None else found
-        _take_back(job, body, lengths, done, chunks, coding, lane_bits, values, points, settled)
-        job.require_finite()
+        _take_back(conversion, body, lengths, done, chunks, coding, lane_bits, values, points, settled)
+        conversion.require_finite()
         return 0  # only g + decay·e overflows: the plain path limits it
-    outliers = _listed(found) if offset is not None else _correct(job, points, found)
+    outliers = _listed(found) if offset is not None else _correct(conversion, points, found)
     if _misled(coding, len(coding.head) + layout + len(body)):
         data = rans.head(lane_bits, lengths) + body.numpy().tobytes()
-        symbols = torch.from_numpy(rans.decode(memoryview(data), job.count, coding.table, coding.precision))
+        symbols = torch.from_numpy(rans.decode(memoryview(data), conversion.count, coding.table, coding.precision))
         return _finish(out, side, symbols, coding, outliers, grid.largest)
     apart = write_outliers(outliers, grid.largest)
     head = side + varint(len(apart)) + coding.head + rans.head(lane_bits, lengths)
@@ -212,19 +220,19 @@ def _encode_fused(job: Job, out: torch.Tensor, side: bytes, fitted: Fit, points:
 
 
 def _take_back(
-    job: Job, body: torch.Tensor, lengths: list[int], done: int, chunks: int, coding: compress.Coding, lane_bits: int,
-    values: torch.Tensor, points: Points, settled: tuple[torch.Tensor, torch.Tensor] | None,
+    conversion: Conversion, body: torch.Tensor, lengths: list[int], done: int, chunks: int, coding: compress.Coding,
+    lane_bits: int, values: torch.Tensor, points: Points, settled: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:  # fmt: skip
     """Undo what was done to a memory that is updated in place."""
-    if not done or not job.in_place:
+    if not done or not conversion.in_place:
         return
-    sent, size = torch.empty(done), kernels.chunk_size(job.count, chunks)
+    sent, size = torch.empty(done), kernels.chunk_size(conversion.count, chunks)
     kernels.rans_dequantize(
         memoryview(body.numpy()), lengths, size, coding.table, coding.precision, lane_bits, values, sent, False
     )
     if settled is not None:  # otherwise they are still at u, as if nothing of them had been sent
         kernels.add_at(sent, settled[0], points.of(settled[1]))
-    job.take_back(sent)
+    conversion.take_back(sent)
 
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────

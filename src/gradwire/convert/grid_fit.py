@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
-from gradwire.convert.conversion import Job, NonFinite, in_host_memory
-from gradwire.convert.grid_search import Curve, Grid
+from gradwire.convert.conversion import Conversion, NonFinite, in_host_memory
+from gradwire.convert.grid_search import Curve, MeasuredGrid
 from gradwire.models import histogram
 
 SEARCHED = 1 << 14  # entries of a sample on which the step for a rate is searched
@@ -22,8 +22,8 @@ FEWEST = 3  # smallest of the largest magnitudes
 
 
 @dataclass(frozen=True)
-class Fit:
-    grid: Grid
+class GridFit:
+    grid: MeasuredGrid
     coding: compress.Coding
     outlier_bits: float
 
@@ -41,7 +41,7 @@ class Target:
     nmse: float | None
     stochastic: bool = False
 
-    def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> Fit | None:
+    def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> GridFit | None:
         """What meets the target on the sample and `zeros` beside it; None if there is nothing but zeros."""
         if not sample.numel():
             return None
@@ -69,23 +69,27 @@ class Target:
             found = _coded(curve, grid, count, whole, found.grid.largest)
         return found
 
-    def fit_job(self, job: Job) -> Fit | None:
-        sample = kernels.sample(job.gradient, job.memory, job.decay)
-        if sample.numel() == job.count or np.count_nonzero(in_host_memory(sample)) * 64 > sample.numel():
-            return self.fit(sample, job.count)
-        job.require_finite()
-        u = job.compensated()  # nearly all of the sample is zero: the few entries that are not deserve a full look
+    def fit_tensor(self, conversion: Conversion) -> GridFit | None:
+        sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
+        if sample.numel() == conversion.count or np.count_nonzero(in_host_memory(sample)) * 64 > sample.numel():
+            return self.fit(sample, conversion.count)
+        conversion.require_finite()
+        u = (
+            conversion.compensated()
+        )  # nearly all of the sample is zero: the few entries that are not deserve a full look
         entries = u[u != 0]
         looked_at = entries[:: -(-entries.numel() // kernels.SAMPLE) or 1].contiguous()
         share = looked_at.numel() / max(1, entries.numel())
-        return self.fit(looked_at, job.count, round((job.count - entries.numel()) * share))
+        return self.fit(looked_at, conversion.count, round((conversion.count - entries.numel()) * share))
 
 
 def choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
     return compress.choose(compress.Alphabet(2 * largest + 1, largest), counts, count, compress.RANS)
 
 
-def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = None, largest: int | None = None) -> Fit:
+def _coded(
+    curve: Curve, grid: MeasuredGrid, count: int, whole: torch.Tensor | None = None, largest: int | None = None
+) -> GridFit:
     """How the symbols of a grid are coded; `whole` is the sample of which the curve has seen a part.
 
     Fewer symbols leave more outliers, but tables of 8 bits, which are fast, lose less with them, and are shorter.
@@ -108,13 +112,13 @@ def _coded(curve: Curve, grid: Grid, count: int, whole: torch.Tensor | None = No
             break
     found = []
     for size in dict.fromkeys([max(cost), min(cost, key=cost.__getitem__)]):
-        found.append(Fit(replace(grid, largest=size), choose(size, _fold(counts, size), count), apart[size]))
+        found.append(GridFit(replace(grid, largest=size), choose(size, _fold(counts, size), count), apart[size]))
     least = compress.TOLERANCE * min(fit.bits for fit in found)
     fast = [fit for fit in found if fit.bits <= least and fit.coding.precision == compress.COARSE]
     return min(fast if fast and count >= compress.LARGE else found, key=lambda fit: fit.bits)
 
 
-def _counts(sample: torch.Tensor, grid: Grid) -> np.ndarray:
+def _counts(sample: torch.Tensor, grid: MeasuredGrid) -> np.ndarray:
     values = torch.zeros(2 * grid.largest + 1)
     symbols, _ = kernels.grid_quantize(sample, None, None, 0.0, grid.step, grid.shift, values, len(sample))
     return kernels.histogram(symbols, len(values))

@@ -23,7 +23,7 @@ CLOSE = 0.002  # to the target is good enough
 
 
 @dataclass(frozen=True)
-class Grid:
+class MeasuredGrid:
     """A choice of step, and what it comes to on the sample."""
 
     step: float
@@ -47,14 +47,14 @@ class Curve:
         np.cumsum(wide * wide, out=self.second[1:])
         self.energy, self.top = float(self.second[-1]), float(max(-wide[0], wide[-1]))
 
-    def measure(self, step: float, shift: float) -> Grid | None:
+    def measure(self, step: float, shift: float) -> MeasuredGrid | None:
         """What this grid comes to; None if its outliers are too many."""
         if self.stochastic:
             return self._dithered(step)
         found = kernels.grid_measure(self.x, self.first, self.second, self.zeros, step, shift)
-        return None if found is None else Grid(step, shift, *found)
+        return None if found is None else MeasuredGrid(step, shift, *found)
 
-    def counts(self, grid: Grid) -> np.ndarray:
+    def counts(self, grid: MeasuredGrid) -> np.ndarray:
         """How often each symbol comes; outliers count as zeros."""
         if self.stochastic:
             positive, negative, _, _ = self._expected(grid.step)
@@ -65,7 +65,7 @@ class Curve:
         counts[grid.largest] = max(0, self.count - int(counts.sum()))
         return counts
 
-    def outliers(self, grid: Grid) -> Callable[[int], tuple[int, float]]:
+    def outliers(self, grid: MeasuredGrid) -> Callable[[int], tuple[int, float]]:
         """(number, about what they take) of the outliers if symbols go up to a magnitude."""
         if self.stochastic:
             positive, negative, ends, _ = self._expected(grid.step)
@@ -94,7 +94,7 @@ class Curve:
             ends += float(up[-1]) - int(n.sum())
         return counts[0], counts[1], max(0, round(ends)), max(error, 0.0)
 
-    def _dithered(self, step: float) -> Grid | None:
+    def _dithered(self, step: float) -> MeasuredGrid | None:
         positive, negative, ends, error = self._expected(step)
         both = positive + negative
         for largest in kernels.GRID_SIZES:
@@ -103,18 +103,24 @@ class Curve:
                 p = np.concatenate([positive[:largest], negative[:largest], [self.count - both[:largest].sum()]])
                 p = p[p > 0] / self.count
                 apart = outside * (math.log2(self.count / outside) + 8) if outside else 0.0
-                return Grid(step, 0.0, float(-(p * np.log2(p)).sum()) * self.count + apart, apart, error, largest, ())
+                return MeasuredGrid(
+                    step, 0.0, float(-(p * np.log2(p)).sum()) * self.count + apart, apart, error, largest, ()
+                )
         return None
 
     # ── the search ──
 
-    def find(self, bits: float | None = None, error: float | None = None, near: Grid | None = None) -> Grid:
+    def find(
+        self, bits: float | None = None, error: float | None = None, near: MeasuredGrid | None = None
+    ) -> MeasuredGrid:
         """The grid with the least error at this many bits for the sample, or with the least bits at this error.
 
         `near`: one that is nearly right, and whose dead zone will do.
         """
 
-        def over(grid: Grid | None) -> float:  # log₂ of how far the step is too small (or too large, if negative)
+        def over(
+            grid: MeasuredGrid | None,
+        ) -> float:  # log₂ of how far the step is too small (or too large, if negative)
             if grid is None:
                 return math.inf
             if bits is not None:
@@ -144,14 +150,14 @@ class Curve:
                 break
         return best
 
-    def _better(self, a: Grid, b: Grid) -> bool:
+    def _better(self, a: MeasuredGrid, b: MeasuredGrid) -> bool:
         """Both are close to the target, not on it; one bit an entry is about a factor of four in the error."""
         gain = math.log2(max(b.error, 1e-300) / max(a.error, 1e-300)) / 2 * self.count
         return gain + b.bits - a.bits > 0
 
     def _solve(
-        self, shift: float, over: Callable[[Grid | None], float], close: float, near: float, stride: float
-    ) -> Grid:
+        self, shift: float, over: Callable[[MeasuredGrid | None], float], close: float, near: float, stride: float
+    ) -> MeasuredGrid:
         """The step at which the target is met: a bracket around `near`, then regula falsi on log₂ of the step."""
         high = math.log2(min(max(near, SMALLEST_STEP), LARGEST_STEP))
         up = down = stride
@@ -191,5 +197,5 @@ class Curve:
                 high, excess_high, best = middle, excess, grid
         return best
 
-    def _at(self, log_step: float, shift: float) -> Grid | None:
+    def _at(self, log_step: float, shift: float) -> MeasuredGrid | None:
         return self.measure(round_step(2.0 ** min(max(log_step, -126.0), 126.0)), shift)

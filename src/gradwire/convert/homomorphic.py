@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Converter, Job, NonFinite, combine, in_host_memory, limit_to, require_finite
+from gradwire.convert.conversion import (
+    Conversion,
+    Converter,
+    NonFinite,
+    combine,
+    in_host_memory,
+    limit_to,
+    require_finite,
+)
 from gradwire.convert.topk import TopK
 from gradwire.errors import FrameError, GradwireError
 from gradwire.frame.byte_fields import Reader, varint
@@ -36,28 +44,30 @@ class Homomorphic(Converter):
     def __init__(self, p: float | None = 0.01, bits: int = 32, rounding: str = "nearest"):
         self.p, self.bits, self.stochastic = p, bits, rounding == "stochastic"
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        job.require_finite()
-        u = job.compensated()
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        conversion.require_finite()
+        u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
-        if self.p is None or job.count < WHOLE:  # an entry whose gradient is zero is not sent, and its memory waits
-            chosen = torch.nonzero(job.gradient).flatten()
+        if (
+            self.p is None or conversion.count < WHOLE
+        ):  # an entry whose gradient is zero is not sent, and its memory waits
+            chosen = torch.nonzero(conversion.gradient).flatten()
         else:
-            chosen = kernels.select(u, None, None, 1.0, TopK(self.p).count(job.count))[1]
+            chosen = kernels.select(u, None, None, 1.0, TopK(self.p).count(conversion.count))[1]
         entries = torch.zeros_like(u)
         entries[chosen] = u[chosen]
         grid = self._grid(u[chosen])
-        seed = job.seed if self.stochastic else None
+        seed = conversion.seed if self.stochastic else None
         positions, words, exponent, _ = kernels.quantize_all(
             entries, None, None, 1.0, grid.step, grid.most, grid.bits, seed
         )
         if exponent == 255:
             raise NonFinite
-        payload = _write(positions, words, -(-job.count * self.bits // 32), grid)
-        if job.memory_out is not None:
+        payload = _write(positions, words, -(-conversion.count * self.bits // 32), grid)
+        if conversion.memory_out is not None:
             sent = torch.zeros_like(u)
             kernels.put_words(sent, positions, words, self.bits, grid.step)
-            torch.sub(u, limit_to(sent, job.dtype).float(), out=job.memory_out)
+            torch.sub(u, limit_to(sent, conversion.dtype).float(), out=conversion.memory_out)
         memoryview(out.numpy())[: len(payload)] = payload
         return len(payload)
 

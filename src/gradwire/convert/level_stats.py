@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.level_numbers import LARGEST
 
 
-def stats(job: Job, starts: np.ndarray) -> dict[str, np.ndarray]:
+def stats(conversion: Conversion, starts: np.ndarray) -> dict[str, np.ndarray]:
     """Of every bucket of u: min, max, its mean magnitude, root mean square and standard deviation σ; fp64."""
-    low, high, magnitudes, total, squares = kernels.bucket_stats(job.gradient, job.memory, job.decay, starts).T
+    low, high, magnitudes, total, squares = kernels.bucket_stats(
+        conversion.gradient, conversion.memory, conversion.decay, starts
+    ).T
     n = np.diff(starts)
     mean, mean_square = total / n, squares / n
     sigma = np.sqrt(np.maximum(mean_square - mean * mean, 0))
@@ -21,9 +23,9 @@ def stats(job: Job, starts: np.ndarray) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def clip_limits(job: Job, starts: np.ndarray, clip: float) -> np.ndarray | None:
+def clip_limits(conversion: Conversion, starts: np.ndarray, clip: float) -> np.ndarray | None:
     """clip·σ of every bucket, fp32; None where nothing is clipped (clip = 0)."""
-    return at_least(clip * stats(job, starts)["sigma"]) if clip else None
+    return at_least(clip * stats(conversion, starts)["sigma"]) if clip else None
 
 
 def at_least(numbers: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
-from gradwire.convert.conversion import Converter, Job, in_host_memory, limit_to, require_finite
+from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to, require_finite
 from gradwire.convert.level_numbers import LARGEST, PRECISIONS, pack_numbers, read_numbers, round_outward, round_to
 from gradwire.errors import FrameError, SpecError
 from gradwire.frame.byte_fields import Reader, varint
@@ -24,7 +24,7 @@ MOST_LEVELS = 255
 
 
 @dataclass(frozen=True)
-class Layout:
+class Buckets:
     """How a tensor is cut: `starts` of all buckets, and the number of entries last."""
 
     bucket: int
@@ -36,7 +36,7 @@ class Layout:
         return np.diff(self.starts)
 
 
-def make_layout(count: int, segments: tuple[int, ...], bucket: int, levels: int) -> Layout:
+def make_buckets(count: int, segments: tuple[int, ...], bucket: int, levels: int) -> Buckets:
     """Buckets that restart at each segment; segments with less than two entries a level share one with the next."""
     joined: list[int] = []
     for length in segments or (count,):
@@ -47,10 +47,10 @@ def make_layout(count: int, segments: tuple[int, ...], bucket: int, levels: int)
     return cut(tuple(joined), bucket if bucket < max(joined) else 0)
 
 
-def cut(segments: tuple[int, ...], bucket: int) -> Layout:
+def cut(segments: tuple[int, ...], bucket: int) -> Buckets:
     ends = np.cumsum(segments)
     pieces = [np.arange(end - n, end, bucket or n) for n, end in zip(segments, ends, strict=True)]
-    return Layout(bucket, segments, np.append(np.concatenate(pieces), ends[-1]).astype(np.int64))
+    return Buckets(bucket, segments, np.append(np.concatenate(pieces), ends[-1]).astype(np.int64))
 
 
 def widths(kind: int, levels: int) -> int:
@@ -83,34 +83,40 @@ class Levels(Converter):
         self.precision = PRECISIONS[precision]
 
     @abstractmethod
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
         """fp32 numbers of every bucket: its levels in ascending order (EXPLICIT), lo and hi (EVEN) or b (SYMMETRIC)."""
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        job.require_finite()
-        if job.memory is not None:
-            require_finite(job.memory)  # one that is not would spoil the frame
-        layout = make_layout(job.count, job.segments, self.bucket, self.levels)
-        limit = min(LARGEST, torch.finfo(job.dtype).max)
-        fitted = np.clip(self.fit(job, layout.starts), -limit, limit).astype(np.float32)
-        numbers, precision = self._round(fitted, layout.sizes, job.dtype)
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        conversion.require_finite()
+        if conversion.memory is not None:
+            require_finite(conversion.memory)  # one that is not would spoil the frame
+        buckets = make_buckets(conversion.count, conversion.segments, self.bucket, self.levels)
+        limit = min(LARGEST, torch.finfo(conversion.dtype).max)
+        fitted = np.clip(self.fit(conversion, buckets.starts), -limit, limit).astype(np.float32)
+        numbers, precision = self._round(fitted, buckets.sizes, conversion.dtype)
         if len(numbers) > 1 and (numbers == numbers[0]).all():  # nothing to tell apart, as where all is zero
-            layout, numbers = cut((job.count,), 0), numbers[:1]
-        values = level_values(numbers, self.kind, self.levels, job.dtype)
-        seed = job.seed if self.stochastic else None
+            buckets, numbers = cut((conversion.count,), 0), numbers[:1]
+        values = level_values(numbers, self.kind, self.levels, conversion.dtype)
+        seed = conversion.seed if self.stochastic else None
         symbols, counts = kernels.assign_levels(
-            job.gradient, job.memory, job.memory_out, job.decay, values, layout.starts, seed
+            conversion.gradient,
+            conversion.memory,
+            conversion.memory_out,
+            conversion.decay,
+            values,
+            buckets.starts,
+            seed,
         )
         alphabet = compress.Alphabet(self.levels, self.levels // 2)
-        coding = choose(alphabet, counts, job.count, self.coder)
-        side = varint(layout.bucket) + bytes([self.levels, self.kind | PRECISIONS_ON_WIRE.index(precision) << 2])
-        if job.segments:
-            side += varint(len(layout.segments)) + b"".join(map(varint, layout.segments))
+        coding = choose(alphabet, counts, conversion.count, self.coder)
+        side = varint(buckets.bucket) + bytes([self.levels, self.kind | PRECISIONS_ON_WIRE.index(precision) << 2])
+        if conversion.segments:
+            side += varint(len(buckets.segments)) + b"".join(map(varint, buckets.segments))
         position = 0
         view = memoryview(out.numpy())
         for part in (
             side,
-            pack_numbers(numbers, layout.sizes, precision),
+            pack_numbers(numbers, buckets.sizes, precision),
             compress.encode(in_host_memory(symbols), alphabet, coding),
         ):
             view[position : position + len(part)] = part
@@ -146,8 +152,8 @@ def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: s
     return min(found, key=lambda c: c.expected_bits + (compress.SMALLEST_RANS if c.coder == compress.RANS else 0))
 
 
-def read_side(reader: Reader, header: Header) -> tuple[Layout, int, int, torch.dtype]:
-    """(layout, number of levels, kind, precision) at the front of a payload."""
+def read_side(reader: Reader, header: Header) -> tuple[Buckets, int, int, torch.dtype]:
+    """(buckets, number of levels, kind, precision) at the front of a payload."""
     count = header.elements
     bucket, levels, table = reader.varint(count), reader.byte(), reader.byte()
     kind, precision = table & 3, table >> 2
@@ -168,8 +174,8 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if not header.dtype.is_floating_point or not header.elements:
         raise FrameError("levels frame of a dtype or size that is always stored")
     reader = Reader(memoryview(payload))
-    layout, levels, kind, precision = read_side(reader, header)
-    numbers = read_numbers(reader, layout.sizes, widths(kind, levels), precision)
+    buckets, levels, kind, precision = read_side(reader, header)
+    numbers = read_numbers(reader, buckets.sizes, widths(kind, levels), precision)
     if kind == SYMMETRIC and (numbers < 0).any():
         raise FrameError("negative level")
     values = level_values(numbers, kind, levels, header.dtype)
@@ -177,4 +183,4 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         values = values * weight
     alphabet = compress.Alphabet(levels, levels // 2)
     symbols = compress.decode(reader, alphabet, header.elements, compress.read_head(reader, alphabet))
-    kernels.spread_levels(symbols, values, layout.starts, out, accumulate)
+    kernels.spread_levels(symbols, values, buckets.starts, out, accumulate)

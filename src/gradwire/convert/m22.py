@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gradwire.convert import magnitudes
-from gradwire.convert.conversion import Job, in_host_memory, limit_to
+from gradwire.convert.conversion import Conversion, in_host_memory, limit_to
 from gradwire.convert.sparse import MAGNITUDES, Sparse
 from gradwire.errors import SpecError
 from gradwire.models import gennorm, weighted_lloyd
@@ -44,16 +44,16 @@ class M22(Sparse):
             raise SpecError(f"m must be from 0 to {weighted_lloyd.LARGEST_M}, not {m}: the power of |u| that weighs")
         self.count_of_levels, self.m = 1 << bits - 1, m  # on either side of zero
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        chosen, values = self.select(job)
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        chosen, values = self.select(conversion)
         if not chosen.numel():
-            return self.write(job, out, chosen, MAGNITUDES, b"", None)
+            return self.write(conversion, out, chosen, MAGNITUDES, b"", None)
         levels = fit(values, self.m, self.count_of_levels)
         table = limit_to(torch.from_numpy(levels).float(), torch.bfloat16)
-        raw, left = magnitudes.encode(values, table, job.dtype)
-        if job.memory_out is not None:
-            job.memory_out[chosen] = left
-        return self.write(job, out, chosen, MAGNITUDES, raw, None)
+        raw, left = magnitudes.encode(values, table, conversion.dtype)
+        if conversion.memory_out is not None:
+            conversion.memory_out[chosen] = left
+        return self.write(conversion, out, chosen, MAGNITUDES, raw, None)
 
 
 def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.compress import rans
-from gradwire.convert.conversion import Converter, Job, NonFinite, combine, in_host_memory, limit_to
+from gradwire.convert.conversion import Conversion, Converter, NonFinite, combine, in_host_memory, limit_to
 from gradwire.errors import FrameError
 from gradwire.float_formats import PRESETS, SPECIALS, Format
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
@@ -31,7 +31,7 @@ SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal 
 
 
 @dataclass(frozen=True)
-class Fit:
+class StepFit:
     """What a sample says about a tensor: the step, and the model's indices."""
 
     step: float  # a bfloat16 number
@@ -39,7 +39,7 @@ class Fit:
     zero_mass: int
 
 
-def fit(fmt: Format, sample: torch.Tensor) -> Fit | None:
+def fit(fmt: Format, sample: torch.Tensor) -> StepFit | None:
     """The step with the least squared error under the fitted GenNorm; None if all entries are zero."""
     nonzero, total_abs, total_square = kernels.moments(sample)
     if not nonzero:
@@ -52,7 +52,7 @@ def fit(fmt: Format, sample: torch.Tensor) -> Fit | None:
     zero_mass = min(gennorm.ZERO_STEPS - 1, round(zeros * gennorm.ZERO_STEPS))
     step = round_step(mean_abs * gennorm.step_over_mean(fmt, index))
     entries = sample if nonzero == sample.numel() else sample[sample != 0]  # zeros cost no error at any step
-    return Fit(_try_others(fmt, entries, step), index, zero_mass)
+    return StepFit(_try_others(fmt, entries, step), index, zero_mass)
 
 
 def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
@@ -91,61 +91,63 @@ class Minifloat(Converter):
         self.format, self.coder, self.models = fmt, compress.CODERS[coder], compress.MODELS[model]
         self.stochastic = rounding == "stochastic"
 
-    def fit(self, job: Job, sample: torch.Tensor) -> Fit | None:
+    def fit(self, conversion: Conversion, sample: torch.Tensor) -> StepFit | None:
         if self.stochastic:
             # Unbiased needs the largest entry inside the format's range: nothing may saturate.
-            return self._fit_range(job)
+            return self._fit_range(conversion)
         found = fit(self.format, sample)
-        if sample.numel() < job.count and (found is None or found.zero_mass > 250):
+        if sample.numel() < conversion.count and (found is None or found.zero_mass > 250):
             # Nearly all of the sample is zero: the few entries that are not deserve a full look.
-            found = fit(self.format, job.compensated())
+            found = fit(self.format, conversion.compensated())
         return found
 
-    def _fit_range(self, job: Job) -> Fit | None:
-        job.require_finite()
-        largest = kernels.absmax(job.compensated())
+    def _fit_range(self, conversion: Conversion) -> StepFit | None:
+        conversion.require_finite()
+        largest = kernels.absmax(conversion.compensated())
         if not largest:
             return None
         step = round_step(largest / self.format.largest)
         if step * self.format.largest < largest:
             step = round_step(step * (1 + 2**-7))  # the next one
-        return Fit(step, 0, 0)
+        return StepFit(step, 0, 0)
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write side information and coded symbols to the front of `out`; returns their length."""
-        if job.segments:
-            return self._encode_segments(job, out)
-        sample = kernels.sample(job.gradient, job.memory, job.decay)
-        found = self.fit(job, sample)
+        if conversion.segments:
+            return self._encode_segments(conversion, out)
+        sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
+        found = self.fit(conversion, sample)
         step = found.step if found else 1.0
         side = _pack_format(self.format) + bfloat16(step)
         if found is None:  # all entries are zero
-            if job.memory_out is not None:
-                job.memory_out.zero_()
+            if conversion.memory_out is not None:
+                conversion.memory_out.zero_()
             zero = compress.Coding(compress.CONSTANT, parameters=bytes([self.format.zero_symbol]))
             return write(out, side, zero.head)
-        seed = job.seed if self.stochastic else None
+        seed = conversion.seed if self.stochastic else None
         counts = self._sample_counts(sample, step, seed)
-        coding = self._choose(counts, job.count, found)
-        table = values(self.format, step, job.dtype)
+        coding = self._choose(counts, conversion.count, found)
+        table = values(self.format, step, conversion.dtype)
         symbols = None
         if coding.coder == compress.RANS:
-            length = 0 if self.stochastic else self._encode_fused(job, out, side + coding.head, step, table, coding)
+            length = (
+                0 if self.stochastic else self._encode_fused(conversion, out, side + coding.head, step, table, coding)
+            )
             if not length:  # the same bytes in two passes
-                symbols = self._quantize(job, step, table, seed)
+                symbols = self._quantize(conversion, step, table, seed)
                 length = write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
             if length * 8 <= coding.expected_bits * 1.02 + 1024:
                 return length
             # The sample misled us: count what was coded, and code it again.
             if symbols is None:
-                symbols = decode_symbols(memoryview(out[:length].numpy()), job.count)
+                symbols = decode_symbols(memoryview(out[:length].numpy()), conversion.count)
         if symbols is None:
-            symbols = self._quantize(job, step, table, seed)
+            symbols = self._quantize(conversion, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
-        coding = self._choose(counts, job.count, found)
+        coding = self._choose(counts, conversion.count, found)
         return write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
 
-    def _choose(self, counts: np.ndarray, total: int, found: Fit | None) -> compress.Coding:
+    def _choose(self, counts: np.ndarray, total: int, found: StepFit | None) -> compress.Coding:
         index, zero_mass = (found.beta_index, found.zero_mass) if found else (0, 0)
         models = (compress.HISTOGRAM,) if self.stochastic else self.models
         return compress.choose(self.format, counts, total, self.coder, models, index, zero_mass)
@@ -153,56 +155,73 @@ class Minifloat(Converter):
     def _sample_counts(self, sample: torch.Tensor, step: float, seed: int | None) -> np.ndarray:
         return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed), self.format.symbols)
 
-    def _quantize(self, job: Job, step: float, table: torch.Tensor, seed: int | None) -> torch.Tensor:
-        job.require_finite()
-        return kernels.quantize(job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table, seed)
+    def _quantize(self, conversion: Conversion, step: float, table: torch.Tensor, seed: int | None) -> torch.Tensor:
+        conversion.require_finite()
+        return kernels.quantize(
+            conversion.gradient,
+            conversion.memory,
+            conversion.memory_out,
+            conversion.decay,
+            step,
+            self.format,
+            table,
+            seed,
+        )
 
     def _encode_fused(
-        self, job: Job, out: torch.Tensor, head: bytes, step: float, table: torch.Tensor, coding: compress.Coding
+        self,
+        conversion: Conversion,
+        out: torch.Tensor,
+        head: bytes,
+        step: float,
+        table: torch.Tensor,
+        coding: compress.Coding,
     ) -> int:
         """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot."""
-        lane_bits, chunks = rans.layout(job.count, coding.expected_bits)
+        lane_bits, chunks = rans.layout(conversion.count, coding.expected_bits)
         start = len(head) + len(rans.head(lane_bits, [0] * chunks))
         coded = kernels.quantize_rans(
-            job.gradient, job.memory, job.memory_out, job.decay, step, self.format, table,
+            conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, step, self.format, table,
             coding.table, coding.precision, lane_bits, chunks, out[start:],
         )  # fmt: skip
         if coded is None:
             return 0
         lengths, done = coded
-        if done < job.count:
-            if done and job.in_place:
+        if done < conversion.count:
+            if done and conversion.in_place:
                 body = memoryview(out[start : start + sum(lengths)].numpy())
-                size = kernels.chunk_size(job.count, chunks)
+                size = kernels.chunk_size(conversion.count, chunks)
                 sent = torch.empty(done)
                 kernels.rans_dequantize(
                     body, lengths, size, coding.table, coding.precision, lane_bits, table, sent, False
                 )
-                job.take_back(sent)
-            job.require_finite()
+                conversion.take_back(sent)
+            conversion.require_finite()
             return 0  # only g + decay·e overflows: the plain path limits it
         write(out, head, rans.head(lane_bits, lengths))
         return start + sum(lengths)
 
-    def _encode_segments(self, job: Job, out: torch.Tensor) -> int:
+    def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Several small tensors, each with its own step, their symbols coded together."""
-        job.require_finite()  # all of it, before the memory of the first segment changes
-        side = bytearray(_pack_format(self.format) + varint(len(job.segments)))
+        conversion.require_finite()  # all of it, before the memory of the first segment changes
+        side = bytearray(_pack_format(self.format) + varint(len(conversion.segments)))
         pieces, fits, position = [], [], 0
-        for length in job.segments:
-            part = job.slice(position, position + length)
+        for length in conversion.segments:
+            part = conversion.slice(position, position + length)
             found = self.fit(part, part.compensated())
             step = found.step if found else 1.0
             side += varint(length) + bfloat16(step)
             pieces.append(
-                self._quantize(part, step, values(self.format, step, job.dtype), part.seed if self.stochastic else None)
+                self._quantize(
+                    part, step, values(self.format, step, conversion.dtype), part.seed if self.stochastic else None
+                )
             )
             fits += [found] if found else []
             position += length
         symbols = torch.cat(pieces)
         counts = kernels.histogram(symbols, self.format.symbols)
         typical = sorted(fits, key=lambda f: f.beta_index)[len(fits) // 2] if fits else None
-        coding = self._choose(counts, job.count, typical)
+        coding = self._choose(counts, conversion.count, typical)
         return write(out, bytes(side), compress.encode(in_host_memory(symbols), self.format, coding))
 
 

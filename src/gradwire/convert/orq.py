@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.level_stats import clip_limits
 from gradwire.convert.levels import Levels
 from gradwire.errors import SpecError
@@ -28,9 +28,11 @@ class ORQ(Levels):
         super().__init__(levels, bucket, precision, coder)
         self.search, self.clip = search, clip
 
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
-        limits = clip_limits(job, starts, self.clip)
-        return kernels.search_levels(job.gradient, job.memory, job.decay, starts, limits, self.levels, self.search)
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        limits = clip_limits(conversion, starts, self.clip)
+        return kernels.search_levels(
+            conversion.gradient, conversion.memory, conversion.decay, starts, limits, self.levels, self.search
+        )
 
 
 def parse_levels(text: str) -> int:

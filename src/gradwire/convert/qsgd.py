@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.level_stats import at_least, stats
 from gradwire.convert.levels import SYMMETRIC, Levels
 
@@ -22,8 +22,8 @@ class QSGD(Levels):
         super().__init__(levels, bucket, precision, coder)
         self.norm = norm
 
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
-        found = stats(job, starts)
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        found = stats(conversion, starts)
         largest = np.maximum(-found["min"], found["max"])
         # A sum of rounded squares may fall short of the one entry that it consists of.
         norm = largest if self.norm == "max" else np.maximum(found["norm"], largest)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.sparse import ONE_VALUE, Sparse, one_value
 
 
 class SBC(Sparse):
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        chosen, values = self.select(job, one_sign=True)
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        chosen, values = self.select(conversion, one_sign=True)
         mean = kernels.mean_magnitude(values)
-        raw, sent = one_value(-mean if bool((values[:1] < 0).any()) else mean, job.dtype)
-        return self.write(job, out, chosen, ONE_VALUE, raw, sent)
+        raw, sent = one_value(-mean if bool((values[:1] < 0).any()) else mean, conversion.dtype)
+        return self.write(conversion, out, chosen, ONE_VALUE, raw, sent)

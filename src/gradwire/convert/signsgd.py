@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.level_stats import stats
 from gradwire.convert.levels import SYMMETRIC, Levels
 
@@ -18,5 +18,5 @@ class SignSGD(Levels):
     def __init__(self, bucket: int, precision: str, coder: str):
         super().__init__(2, bucket, precision, coder)
 
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
-        return stats(job, starts)["magnitude"].astype(np.float32)[:, None]
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        return stats(conversion, starts)["magnitude"].astype(np.float32)[:, None]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.convert.conversion import Conversion, Converter, combine, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
 from gradwire.frame.headers import SKETCH, Header
@@ -61,21 +61,21 @@ class CountSketch(Converter):
     def __init__(self, ratio: float, rows: int, p: float, precision: str):
         self.ratio, self.rows, self.p, self.precision = ratio, rows, p, PRECISIONS[precision]
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        job.require_finite()
-        u = job.compensated()
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        conversion.require_finite()
+        u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
-        columns = min(max(1, int(job.count / (self.ratio * self.rows))), MOST_COLUMNS, job.count)
-        seed = job.seed & MASK
+        columns = min(max(1, int(conversion.count / (self.ratio * self.rows))), MOST_COLUMNS, conversion.count)
+        seed = conversion.seed & MASK
         exact = kernels.sketch_cells(u, self.rows, columns, seed)
         limit = torch.finfo(torch.float32).max
         cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
-        found = kernels.sketch_estimates(cells.float(), job.count, seed)
-        index = largest(found, min(job.count, math.ceil(self.p * job.count)))
+        found = kernels.sketch_estimates(cells.float(), conversion.count, seed)
+        index = largest(found, min(conversion.count, math.ceil(self.p * conversion.count)))
         scale = best_scale(u[index], found[index])
-        if job.memory_out is not None:
-            torch.sub(u, scaled(found, index, scale, job.dtype).float(), out=job.memory_out)
-            job.memory_out.clamp_(-limit, limit)  # an estimate of the largest number may have the wrong sign
+        if conversion.memory_out is not None:
+            torch.sub(u, scaled(found, index, scale, conversion.dtype).float(), out=conversion.memory_out)
+            conversion.memory_out.clamp_(-limit, limit)  # an estimate of the largest number may have the wrong sign
         side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
         side += varint(columns) + varint(len(index)) + struct.pack("<fQ", scale, seed)
         body = cells.reshape(-1).view(torch.uint8)

@@ -18,7 +18,7 @@ import torch
 from gradwire import kernels
 from gradwire.compress import positions as coding
 from gradwire.convert import magnitudes, minifloat
-from gradwire.convert.conversion import Converter, Job, NonFinite, in_host_memory, limit_to, require_finite
+from gradwire.convert.conversion import Conversion, Converter, NonFinite, in_host_memory, limit_to, require_finite
 from gradwire.errors import FrameError, SpecError, unknown_name
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader, varint
@@ -56,37 +56,49 @@ class Sparse(Converter):
         wanted = self.k or math.ceil(Fraction(repr(self.p)) * elements)
         return min(wanted, elements)
 
-    def select(self, job: Job, one_sign: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def select(self, conversion: Conversion, one_sign: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions and u of the chosen entries; u of all entries is then in memory_out."""
-        count, low = self.count(job.count), _bits_from(self.threshold)
-        done, *chosen = kernels.select(job.gradient, job.memory, job.memory_out, job.decay, count, low, one_sign)
-        if done == job.count:
+        count, low = self.count(conversion.count), _bits_from(self.threshold)
+        done, *chosen = kernels.select(
+            conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, count, low, one_sign
+        )
+        if done == conversion.count:
             return chosen[0], chosen[1]
         # A NaN or an infinity, or g + decay·e overflows: then it is limited.
-        u = kernels.compensate(job.gradient[done:], None if job.memory is None else job.memory[done:], job.decay)
+        u = kernels.compensate(
+            conversion.gradient[done:],
+            None if conversion.memory is None else conversion.memory[done:],
+            conversion.decay,
+        )
         try:
-            job.require_finite()
+            conversion.require_finite()
             require_finite(u)  # a memory that is not would spoil the frame
         except NonFinite:
-            if done and job.in_place:
-                job.take_back(torch.zeros(done))
+            if done and conversion.in_place:
+                conversion.take_back(torch.zeros(done))
             raise
-        if done and job.in_place:
-            assert job.memory is not None
-            u = torch.cat([job.memory[:done], u])
+        if done and conversion.in_place:
+            assert conversion.memory is not None
+            u = torch.cat([conversion.memory[:done], u])
         elif done:
-            u = job.compensated()
-        return kernels.select(u, None, job.memory_out, 1.0, count, low, one_sign)[1:]
+            u = conversion.compensated()
+        return kernels.select(u, None, conversion.memory_out, 1.0, count, low, one_sign)[1:]
 
     def write(
-        self, job: Job, out: torch.Tensor, chosen: torch.Tensor, kind: int, values: bytes, sent: torch.Tensor | None
+        self,
+        conversion: Conversion,
+        out: torch.Tensor,
+        chosen: torch.Tensor,
+        kind: int,
+        values: bytes,
+        sent: torch.Tensor | None,
     ) -> int:
         """The payload; `sent` is what the receiver takes these values for, and leaves the memory (None: it has)."""
-        if job.memory_out is not None and sent is not None:
-            kernels.scatter(job.memory_out, chosen, -sent, True)
+        if conversion.memory_out is not None and sent is not None:
+            kernels.scatter(conversion.memory_out, chosen, -sent, True)
         payload = varint(chosen.numel())
         if chosen.numel():
-            way, coded = coding.encode(in_host_memory(chosen), job.count, self.positions)
+            way, coded = coding.encode(in_host_memory(chosen), conversion.count, self.positions)
             payload += bytes([kind | way << 4]) + coded + values
         memoryview(out.numpy())[: len(payload)] = payload
         return len(payload)

@@ -9,16 +9,21 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job, in_host_memory
+from gradwire.convert.conversion import Conversion, in_host_memory
 from gradwire.convert.sparse import ONE_MAGNITUDE, Sparse, one_value
 
 
 class STC(Sparse):
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        chosen, values = self.select(job)
-        raw, magnitude = one_value(kernels.mean_magnitude(values), job.dtype)
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        chosen, values = self.select(conversion)
+        raw, magnitude = one_value(kernels.mean_magnitude(values), conversion.dtype)
         negative = values < 0
         signs = kernels.pack_bits(in_host_memory(negative).view(np.uint8), 1)
         return self.write(
-            job, out, chosen, ONE_MAGNITUDE, raw + signs, torch.where(negative, -float(magnitude), float(magnitude))
+            conversion,
+            out,
+            chosen,
+            ONE_MAGNITUDE,
+            raw + signs,
+            torch.where(negative, -float(magnitude), float(magnitude)),
         )

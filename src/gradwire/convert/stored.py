@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.convert.conversion import Converter, Job, combine, limit_to, require_finite
+from gradwire.convert.conversion import Conversion, Converter, combine, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.headers import STORED, Header
 
@@ -15,17 +15,17 @@ class Stored(Converter):
     families = ("quantize",)
     elementwise = True
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        job.require_finite()
-        if job.memory is None:
-            if job.memory_out is not None:
-                job.memory_out.zero_()
-            return store(job.original, out)
-        u = job.compensated()
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        conversion.require_finite()
+        if conversion.memory is None:
+            if conversion.memory_out is not None:
+                conversion.memory_out.zero_()
+            return store(conversion.original, out)
+        u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
-        sent = limit_to(u, job.dtype)
-        if job.memory_out is not None:
-            torch.sub(u, sent.float(), out=job.memory_out)
+        sent = limit_to(u, conversion.dtype)
+        if conversion.memory_out is not None:
+            torch.sub(u, sent.float(), out=conversion.memory_out)
         return store(sent, out)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.convert.conversion import Job
+from gradwire.convert.conversion import Conversion
 from gradwire.convert.level_stats import at_least, stats
 from gradwire.convert.levels import SYMMETRIC, Levels
 
@@ -21,8 +21,8 @@ class TernGrad(Levels):
         super().__init__(3, bucket, precision, coder)
         self.clip = clip
 
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
-        found = stats(job, starts)
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        found = stats(conversion, starts)
         scale = np.maximum(-found["min"], found["max"])
         if self.clip:
             scale = np.minimum(scale, self.clip * found["sigma"])

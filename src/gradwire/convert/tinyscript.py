@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from gradwire.convert.conversion import Job, in_host_memory
+from gradwire.convert.conversion import Conversion, in_host_memory
 from gradwire.convert.level_numbers import LARGEST
 from gradwire.convert.level_stats import stats
 from gradwire.convert.levels import Levels
@@ -22,13 +22,13 @@ POINTS = 1 << 14
 
 
 class TinyScript(Levels):
-    def fit(self, job: Job, starts: np.ndarray) -> np.ndarray:
-        found = stats(job, starts)
+    def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        found = stats(conversion, starts)
         numbers = np.zeros((len(starts) - 1, self.levels))
         for i, (mean, square) in enumerate(zip(found["magnitude"], found["square"], strict=True)):
             start, stop = starts[i : i + 2]
             if stop - start <= self.levels:  # its own entries are the better levels
-                entries = np.sort(in_host_memory(job.slice(start, stop).compensated()))
+                entries = np.sort(in_host_memory(conversion.slice(start, stop).compensated()))
                 numbers[i] = np.append(entries, np.repeat(entries[-1], self.levels - len(entries)))
             elif square > 0:
                 shape = int(np.abs(RATIOS - mean * mean / square).argmin())

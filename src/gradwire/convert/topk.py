@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Job, in_host_memory, limit_to
+from gradwire.convert.conversion import Conversion, in_host_memory, limit_to
 from gradwire.convert.minifloat import Minifloat
 from gradwire.convert.sparse import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, Sparse, received
 from gradwire.float_formats import parse_format
@@ -29,23 +29,23 @@ class TopK(Sparse):
         self.cast = CASTS.get(values)
         self.small = None if values in CASTS else Minifloat(parse_format(values))
 
-    def encode(self, job: Job, out: torch.Tensor) -> int:
-        chosen, values = self.select(job)
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        chosen, values = self.select(conversion)
         if self.cast is not None:
             cast = limit_to(values, DTYPES[self.cast])
-            raw, sent = in_host_memory(cast.view(torch.uint8)).tobytes(), received(cast, job.dtype)
-            return self.write(job, out, chosen, self.cast, raw, sent)
+            raw, sent = in_host_memory(cast.view(torch.uint8)).tobytes(), received(cast, conversion.dtype)
+            return self.write(conversion, out, chosen, self.cast, raw, sent)
         assert self.small is not None
         if not chosen.numel():
-            return self.write(job, out, chosen, SMALL_FLOATS, b"", None)
+            return self.write(conversion, out, chosen, SMALL_FLOATS, b"", None)
         # Converted like a tensor of its own, whose error memory then says what was sent.
         left, coded = torch.empty_like(values), torch.empty(5 * values.numel() + 512, dtype=torch.uint8)
-        part = Job(values, values.to(job.dtype), None, left)
+        part = Conversion(values, values.to(conversion.dtype), None, left)
         length = self.small.encode(part, coded)
         raw = coded[:length].numpy().tobytes()
-        if job.memory_out is not None:
-            job.memory_out[chosen] = left
-        return self.write(job, out, chosen, SMALL_FLOATS, raw, None)
+        if conversion.memory_out is not None:
+            conversion.memory_out[chosen] = left
+        return self.write(conversion, out, chosen, SMALL_FLOATS, raw, None)
 
 
 def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:

@@ -16,7 +16,7 @@ from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.sums.grid_agreement import EXPONENT_WORDS, NOT_FINITE, PartSummary, Scale
 from gradwire.catalogue.recipe import Recipe
-from gradwire.convert.conversion import Job, NonFinite
+from gradwire.convert.conversion import Conversion, NonFinite
 from gradwire.convert.homomorphic import WHOLE, Homomorphic
 from gradwire.convert.topk import TopK
 from gradwire.homomorphic import code
@@ -120,7 +120,7 @@ class WordMessage:
                 PartSummary.of(exponent, squares, int(gradient.count_nonzero()) if used.bits < 32 else part.size),
             )
         try:
-            at, chosen = self.top.select(Job(gradient, gradient, before, after, self.recipe.decay))
+            at, chosen = self.top.select(Conversion(gradient, gradient, before, after, self.recipe.decay))
         except NonFinite:
             return NO_POSITIONS, NO_WORDS, PartSummary.of(NOT_FINITE)
         if used.bits == 32:
