@@ -1,5 +1,6 @@
-"""Groups of ranks in processes of their own, which wait for orders: one benchmark can let several of them take turns,
-and one that aborts takes no other along.
+"""Groups of ranks in processes of their own, which wait for commands.
+
+A benchmark can let several groups take turns, and a group that aborts leaves the others running.
 
 Ranks are forked from this process, which has imported torch already: 48 of them start within a second.
 """

@@ -1,4 +1,4 @@
-"""`gradwire aggregator` on the switch of a star, once with each engine."""
+"""Starts `gradwire aggregator` on the switch of benchmarks/star.py, with one of its engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which federated trainings benchmarks/federated.py makes: settings, contestants, and a choice of their product."""
+"""The trainings of benchmarks/federated.py: settings, contestants, and which contestants run in which setting."""
 
 from __future__ import annotations
 

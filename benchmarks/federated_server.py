@@ -1,4 +1,4 @@
-"""What a server pays for a round: from the bytes of the replies to the mean, CO3 beside raw arrays, on one core.
+"""CPU time of a server for a round, from the bytes of the replies to their mean: CO3 beside raw arrays, on one core.
 
 python benchmarks/federated_server.py
 

@@ -4,7 +4,7 @@
 
 Runs examples/flower in deployment on loopback, without TLS (which would hide the requests), with raw arrays and with
 gradwire, and puts what `Compressed.stats()` says beside the TCP payload of all requests that move messages and their
-parts, with HTTP's headers. Polling, heartbeats and the app itself are told apart.
+parts, with HTTP's headers. Polling, heartbeats and the transfer of the app itself are counted separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Is a link what it is said to be? A second of TCP in each direction, and of packets that an XDP program sends back."""
+"""Measures whether a link has the rate it was given: by a second of TCP in each direction, and a second of packets that
+an XDP program sends back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of benchmarks/link.py, with what they were meant to reach."""
+"""Tables of benchmarks/link.py, beside the targets for these figures."""
 
 from __future__ import annotations
 

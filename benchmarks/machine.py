@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The name of the processor on which a result is measured."""
 
 from __future__ import annotations
 

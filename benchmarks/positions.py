@@ -1,4 +1,4 @@
-"""What a position costs: at random ones beside the paper and the entropy, and in recorded gradients.
+"""Bits that the position of an entry costs: random positions beside the paper and the entropy, and recorded gradients.
 
     python benchmarks/positions.py [FOLDER]
 

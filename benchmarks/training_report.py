@@ -1,4 +1,4 @@
-"""Tables of benchmarks/sparse_training.py, with what they were meant to reach."""
+"""Tables of benchmarks/sparse_training.py, beside the targets for these figures."""
 
 from __future__ import annotations
 

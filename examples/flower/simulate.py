@@ -1,4 +1,4 @@
-"""The app in a simulation that stays in this process and its environment: python simulate.py"""
+"""Run the app as a simulation in this process and its environment: python simulate.py"""
 
 import tomllib
 from pathlib import Path
@@ -14,7 +14,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """The server app, with the configuration that `flwr run` reads and run_simulation does not."""
+    """Run the server app with the configuration in pyproject.toml, which run_simulation does not read."""
     settings = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())
     context.run_config = settings["tool"]["flwr"]["app"]["config"]
     server_app(grid, context)

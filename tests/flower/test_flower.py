@@ -22,8 +22,8 @@ from flwr.supercore.task_identity import TaskIdentity
 import gradwire
 from gradwire import SpecError, flower
 from gradwire.flower.client import mod
+from gradwire.flower.client.context_store import RECORD, ContextStore
 from gradwire.flower.client.error_memory import ErrorMemory
-from gradwire.flower.client.state_store import RECORD, ContextStore
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import as_bytes_record
 from support.flower_apps import (

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from gradwire import GradwireError, SpecError, flower
 from gradwire.flower import message_bytes, one_process
-from gradwire.flower.client.state_store import ContextStore
+from gradwire.flower.client.context_store import ContextStore
 from gradwire.flower.shared import arrays
 from gradwire.flower.shared.message import NOTE, with_records
 from support.flower_apps import Faulty, adding_client, final, run, serve, start_model

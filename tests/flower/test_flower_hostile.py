@@ -17,8 +17,8 @@ from flwr.serverapp.strategy import FedAvg
 
 import gradwire
 from gradwire import FrameError, flower
+from gradwire.flower.client.context_store import ContextStore
 from gradwire.flower.client.error_memory import ErrorMemory, usable
-from gradwire.flower.client.state_store import ContextStore
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import Note, with_records
 from gradwire.frame.byte_fields import varint

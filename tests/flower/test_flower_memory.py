@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gradwire import GradwireError, flower
 from gradwire.flower import one_process
 from gradwire.flower.client.error_memory import ErrorMemory
-from gradwire.flower.client.state_store import FolderStore, default_folder
+from gradwire.flower.client.folder_store import FolderStore, default_folder
 from support.flower_apps import Faulty, adding_client, drift, final, run, serve, start_model
 
 NAME = "conv.weight"

@@ -1,4 +1,4 @@
-"""What a client does: train the model it is sent on its own images, and evaluate it on others of them."""
+"""The client: it trains the model that it is sent on its own images, and evaluates it on others of them."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -36,11 +36,12 @@ def evaluate(msg: Message, context: Context) -> Message:
 
 
 def received_model(msg: Message) -> tuple[Net, torch.device]:
+    """Return the model that the server sent, and the device to use."""
     model = Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     return model, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def client_data(context: Context, batch_size: int) -> tuple[DataLoader, DataLoader]:
-    """This client's images: in a simulation Flower numbers the clients, else `flower-supernode --node-config` does."""
+    """Return this client's images. Flower numbers clients in a simulation; otherwise their `--node-config` does."""
     return load_data(context.node_config["partition-id"], context.node_config["num-partitions"], batch_size)

@@ -1,4 +1,4 @@
-"""What the server does: average what the clients send, and evaluate the mean after each round."""
+"""The server: it averages the models of the clients, and evaluates the mean after each round."""
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
@@ -13,7 +13,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Start the training, and follow it."""
+    """Run the training, and print what was sent."""
     config = context.run_config
     strategy = gradwire.flower.Compressed(FedAvg(fraction_evaluate=config["fraction-evaluate"]))
     for_clients = {name: config[name] for name in ("local-epochs", "batch-size", "lr")}
@@ -25,7 +25,7 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=config["num-server-rounds"],
         evaluate_fn=global_evaluate,
     )
-    print("gradwire:", strategy.stats()["train"])  # what was sent, measured at the messages
+    print("gradwire:", strategy.stats()["train"])  # bytes of Flower's messages
 
 
 def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:

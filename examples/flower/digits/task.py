@@ -1,4 +1,4 @@
-"""The model, its data, and how to train and test it: nothing of Flower, nothing of compression."""
+"""The model, its data, and functions to train and test it, without Flower or compression."""
 
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from gradwire.tasks.digits import Digits  # 1,797 images of 8x8 pixels that come
 
 
 class Net(nn.Module):
+    """A small convolutional network for images of 8x8 pixels."""
+
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
@@ -20,13 +22,14 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(96, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the ten classes."""
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
         x = F.relu(self.fc1(self.pool(x).flatten(1)))
         return self.fc2(x)
 
 
 def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[DataLoader, DataLoader]:
-    """One client's images: every num_partitions-th, a fifth of them for its own evaluation."""
+    """Return one client's images, every num_partitions-th of all: four fifths to train on, one fifth to evaluate."""
     data = Digits(Path())
     indices = torch.arange(partition_id, data.train_size, num_partitions)
     held_out = torch.arange(len(indices)) % 5 == 0
@@ -37,12 +40,13 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[
 
 
 def load_centralized_data() -> DataLoader:
-    """Images that no client trains on, for the server."""
+    """Return images for the server that no client trains on."""
     data = Digits(Path())
     return DataLoader(TensorDataset(data.normalize(data.test.pixels), data.test.labels), batch_size=128)
 
 
 def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float, device: torch.device) -> float:
+    """Train the model in place, and return the mean loss of all batches."""
     net.to(device).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     total = 0.0
@@ -58,7 +62,7 @@ def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float, device: to
 
 @torch.no_grad()
 def test(net: nn.Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
-    """Mean loss and accuracy."""
+    """Return the mean loss and the accuracy."""
     net.to(device).eval()
     loss, correct, count = 0.0, 0, 0
     for images, labels in loader:

@@ -1,10 +1,12 @@
-"""Float buffers under LocalSGD: the mean of those that changed since the last sync.
+"""Float buffers under LocalSGD: ranks average those that changed since the last sync.
 
-Statistics of batch normalization change in every step. Masks, positions and other constants never do: they do not
-travel, they keep every bit, and an infinity in them is none of our business. A rank's part of a message:
-1. one bit for every float buffer, first buffer in the lowest bit: it changed here since the last sync;
-2. one frame for all that changed and have the same recipe and dtype, laid end to end.
-A buffer that changed on some ranks only counts with its old value for the others.
+Statistics of batch normalization change in every step. Masks, positions and other constants never change: they are not
+sent, keep every bit, and may hold infinities. A rank's part of a message is:
+
+1. one bit for every float buffer, the first buffer in the lowest bit: whether it changed on this rank;
+2. one frame for each recipe and dtype, with all such buffers that changed, laid end to end.
+
+If a buffer changed on some ranks only, the others enter the mean with its old value.
 """
 
 from __future__ import annotations
@@ -23,44 +25,55 @@ from gradwire.frame import headers
 
 
 class Buffers:
+    """The float buffers of a model, and their values after the last sync, which all ranks share (`common`).
+
+    `encode` and `decode` leave everything as it is. `average` and `follow` change `common`, and `take` changes the
+    model; nothing is sent here. All ranks have to call `average` with the same arguments, so that `common` stays the
+    same on all of them. One thread uses it, that of the training. Integer buffers are left alone.
+    """
+
     def __init__(self, model: nn.Module, recipes: Recipes):
         self.model = model
         for pattern, chosen in recipes.items():
             if chosen.decay or chosen.mask:
                 raise SpecError(f"buffer:{pattern}: {chosen} needs a memory, which buffers have not: use none or bf16")
         recipes = {**recipes, "*": recipes.get("*", recipe("bf16"))}
-        self.common = {name: b.detach().clone() for name, b in self._now().items()}  # as of the last sync
+        self.common = {name: b.detach().clone() for name, b in self._float_buffers().items()}
         self._recipes = {name: recipe_of_name(name, recipes) for name in self.common}
         self._averaged: set[str] = set()
 
-    def _now(self) -> dict[str, torch.Tensor]:
+    def _float_buffers(self) -> dict[str, torch.Tensor]:
         return {name: b for name, b in self.model.named_buffers() if b.is_floating_point()}
 
     def changed(self) -> bool:
-        """Whether any did, on this rank, since the last sync that had buffers."""
-        now = self._now()
-        return not all(_equal(now[name], old) for name, old in self.common.items())
+        """Whether any buffer changed on this rank since the last sync that averaged buffers."""
+        current = self._float_buffers()
+        return not all(_equal(current[name], old) for name, old in self.common.items())
 
     def encode(self, seed: int) -> tuple[bytes, int]:
-        """This rank's part of the message, and how much of it is frames."""
-        now = self._now()
-        changed = [not _equal(now[name], old) for name, old in self.common.items()]
+        """Return this rank's part of the message, and how many bytes of it are frames."""
+        current = self._float_buffers()
+        changed = [not _equal(current[name], old) for name, old in self.common.items()]
         mask = np.packbits(np.array(changed, dtype=bool), bitorder="little").tobytes()
         frames = b""
         for names in self._groups(changed):
-            flat = torch.cat([now[name].reshape(-1) for name in names])
+            flat = torch.cat([current[name].reshape(-1) for name in names])
             frames += self._recipes[names[0]].codec.encode(flat, seed=seed)
         return mask + frames, len(frames)
 
     def _groups(self, changed: Sequence[bool]) -> list[list[str]]:
+        """Return the names of the buffers that changed, those of one frame together."""
         groups: dict[tuple[str, torch.dtype], list[str]] = {}
-        for (name, old), did in zip(self.common.items(), changed, strict=True):
-            if did:
+        for (name, old), has_changed in zip(self.common.items(), changed, strict=True):
+            if has_changed:
                 groups.setdefault((str(self._recipes[name]), old.dtype), []).append(name)
         return list(groups.values())
 
     def decode(self, part: bytes) -> tuple[dict[str, torch.Tensor], bool]:
-        """The buffers that a rank has changed, and whether all of them are finite."""
+        """Return the buffers that changed on a rank, flat, and whether all of them are finite.
+
+        Raises a FrameError if the bytes are damaged, or hold other buffers than this model has.
+        """
         width = -(-len(self.common) // 8)
         mask = np.unpackbits(np.frombuffer(part[:width], dtype=np.uint8), bitorder="little")
         if len(part) < width or mask[len(self.common) :].any():
@@ -77,11 +90,11 @@ class Buffers:
             if header.shape != (sum(sizes),):
                 raise FrameError(f"a frame of shape {header.shape} for {sum(sizes)} entries of buffers")
             finite &= not header.nonfinite
-            values.update(zip(names, codecs.decode(frame).split(sizes), strict=True))
+            values.update(zip(names, torch.split(codecs.decode(frame), sizes), strict=True))
         return values, finite
 
     def average(self, ranks: Sequence[dict[str, torch.Tensor]]) -> None:
-        """The common buffers become the mean of what the ranks have, in rank order."""
+        """Set `common` to the mean over ranks. `ranks` has what `decode` returned for each of them, in rank order."""
         self._averaged.clear()
         for name, old in self.common.items():
             if any(name in values for values in ranks):
@@ -93,14 +106,14 @@ class Buffers:
                 old.copy_(total / len(ranks))
 
     def take(self, only_averaged: bool = False) -> None:
-        """The model has the common buffers, or those that were averaged just now."""
-        for name, buffer in self._now().items():
+        """Copy `common` into the model: all buffers, or only those that the last `average` changed."""
+        for name, buffer in self._float_buffers().items():
             if name in (self._averaged if only_averaged else self.common):
                 buffer.copy_(self.common[name])
 
     def follow(self) -> None:
-        """The common buffers are what the model has."""
-        for name, buffer in self._now().items():
+        """Copy the model's buffers into `common`, when all ranks are known to have the same model."""
+        for name, buffer in self._float_buffers().items():
             if name in self.common:
                 self.common[name].copy_(buffer)
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from gradwire import kernels
-from gradwire.flower.client.state_store import Content, Store
+from gradwire.flower.client.store import Content, Store
 
 SETTLED, PENDING = "settled", "pending"
 NO_TOKEN = b""

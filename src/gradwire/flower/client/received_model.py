@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import ArrayRecord, Message
 
 from gradwire.errors import FrameError, GradwireError
-from gradwire.flower.client.state_store import Content, Store
+from gradwire.flower.client.store import Content, Store
 from gradwire.flower.shared import arrays
 from gradwire.flower.shared.message import ARRAY, Note, is_bytes_record, single_arrays, with_records
 from gradwire.flower.shared.model_copy import ModelCopy

@@ -30,9 +30,7 @@ class FederatedSettings:
     lr: float  # the highest; it falls to zero along half a cosine over the rounds
     seed: int
     evaluate_every: int = 1  # rounds; the last is always evaluated
-    alpha: float = (
-        math.inf
-    )  # of the Dirichlet distribution of classes over clients; ∞ for none: all clients get like data
+    alpha: float = math.inf  # of the Dirichlet distribution of classes over clients; ∞: no skew
     data_dir: str = "data"
     device: str = "cpu"
     threads: int | None = None  # of torch, for each client
