@@ -27,6 +27,7 @@ from gradwire.compress import rans
 from gradwire.convert import minifloat
 from gradwire.float_formats import PRESETS
 from gradwire.kernels import cpu
+from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
 from machine import processor
 
 BETA = 0.67  # about what gradients have
@@ -48,9 +49,8 @@ class Symbols:
         self.format, self.count = fmt, gradient.numel()
         self.symbols = kernels.to_symbols(gradient, fit.step, fmt)
         self.counts = kernels.histogram(self.symbols, fmt.symbols)
-        self.coding = compress.choose(
-            fmt, self.counts, self.count, compress.RANS, compress.MODELS["auto"], fit.beta_index, fit.zero_mass
-        )
+        fitted = GenNormFit(fit.beta_index, fit.zero_mass)
+        self.coding = compress.choose(SymbolStatistics(fmt, self.counts, self.count, fitted), compress.RANS)
         self.array = self.symbols.numpy()
         self.coded = np.empty(rans.room(self.count, 1 + self.count // 4096), dtype=np.uint8)
         self.decoded = np.empty_like(self.array)

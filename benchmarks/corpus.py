@@ -24,7 +24,7 @@ import gradwire
 from gradwire import kernels
 from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection import code_lengths, frames, goodness
-from gradwire.models import gennorm
+from gradwire.models import gennorm_cells, gennorm_moments
 
 FORMAT = PRESETS["fp4"]
 LARGE = 50_000  # layers from this size on are held to the entropy
@@ -106,7 +106,7 @@ def measure(network: str, gradient: str, number: int, x: np.ndarray) -> Layer | 
     return Layer(
         network=network, gradient=gradient, number=number, entries=len(x),
         zeros=1 - len(nonzero) / len(x),
-        beta=gennorm.fit(*goodness.moments(nonzero))[0],
+        beta=gennorm_moments.fit(*goodness.moments(nonzero))[0],
         entropy=code_lengths.entropy(counts),
         rans=bits(len(frame)),
         huffman=bits(len(gradwire.codec(f"co3:format={FORMAT},coder=huffman").encode(tensor))),
@@ -171,7 +171,7 @@ def best_nmse(exact: np.ndarray, step: float, fmt: Format = FORMAT) -> float:
     first, second = (np.concatenate([[0.0], np.cumsum(magnitude**k)]) for k in (1, 2))
     least = math.inf
     for candidate in step * np.exp(np.arange(-math.log(30), math.log(30), 0.003)):
-        edges = gennorm.cell_edges(fmt) * candidate
+        edges = gennorm_cells.cell_edges(fmt) * candidate
         at = [*np.searchsorted(magnitude, edges[:-1]), len(magnitude)]
         count, total = np.diff(at), np.diff(first[at])
         values = fmt.magnitudes * candidate

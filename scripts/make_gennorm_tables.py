@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from gradwire.float_formats import PRESETS
-from gradwire.models import gennorm
+from gradwire.models import gennorm_cells, gennorm_moments
 
 PATH = Path(__file__).parent.parent / "src/gradwire/models/gennorm_tables.npz"
 
@@ -18,12 +18,12 @@ PATH = Path(__file__).parent.parent / "src/gradwire/models/gennorm_tables.npz"
 def main() -> None:
     tables = {}
     for fmt in dict.fromkeys(PRESETS.values()):
-        steps = [gennorm.best_step(fmt, float(b)) for b in gennorm.BETAS]
+        steps = [gennorm_cells.best_step(fmt, float(b)) for b in gennorm_moments.BETAS]
         tables[f"{fmt}_step"] = np.array(
-            [s / gennorm.mean_abs(float(b)) for s, b in zip(steps, gennorm.BETAS, strict=True)]
+            [s / gennorm_moments.mean_abs(float(b)) for s, b in zip(steps, gennorm_moments.BETAS, strict=True)]
         )
         tables[f"{fmt}_masses"] = np.stack(
-            [gennorm.integer_masses(fmt, float(b), s) for b, s in zip(gennorm.BETAS, steps, strict=True)]
+            [gennorm_cells.integer_masses(fmt, float(b), s) for b, s in zip(gennorm_moments.BETAS, steps, strict=True)]
         )
         print(f"{fmt}: {tables[f'{fmt}_masses'].shape}")
     np.savez_compressed(PATH, **tables)

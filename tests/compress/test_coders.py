@@ -19,7 +19,11 @@ from gradwire.compress import huffman, rans
 from gradwire.float_formats import parse_format
 from gradwire.frame.byte_fields import Reader
 from gradwire.kernels import reference
-from gradwire.models import gennorm, histogram
+from gradwire.models import gennorm_tables
+from gradwire.models.gennorm import GenNorm
+from gradwire.models.histogram import Histogram
+from gradwire.models.integer_frequencies import bits_per_symbol, normalize
+from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
 from support.helpers import NO_NATIVE, bits, gradient, native
 from support.plain_coders import (
     plain_code_lengths,
@@ -46,7 +50,7 @@ def coded(draw: st.DrawFn, shortest: int = 1, longest: int = 300) -> tuple[np.nd
     if draw(st.booleans()):
         counts[rng.random(size) < draw(st.floats(0, 1))] = 0
     counts[rng.integers(size)] += 1
-    frequencies = histogram.normalize(counts, precision)
+    frequencies = normalize(counts, precision)
     count = draw(st.integers(shortest, longest))
     symbols = rng.choice(size, size=count, p=frequencies / 2**precision).astype(np.uint8)
     return symbols, frequencies, precision
@@ -115,8 +119,8 @@ def test_head_bytes():
     # Bits 0–1 coder, 2–3 model, 4–7 precision.
     coding = compress.Coding
     assert coding(compress.CONSTANT, parameters=b"\x05").head == bytes([0b0000_00_01, 5])
-    assert coding(compress.RANS, compress.GENNORM, 8, b"\x40\x10").head == bytes([0b1000_01_11, 0x40, 0x10])
-    assert coding(compress.HUFFMAN, compress.HISTOGRAM, 12, b"?").head == bytes([0b1100_10_10, ord("?")])
+    assert coding(compress.RANS, GenNorm(), 8, b"\x40\x10").head == bytes([0b1000_01_11, 0x40, 0x10])
+    assert coding(compress.HUFFMAN, Histogram(), 12, b"?").head == bytes([0b1100_10_10, ord("?")])
 
 
 # ── round trips ───────────────────────────────────────────────────────────────────────────────────
@@ -178,7 +182,7 @@ def test_rans_round_trip_of_several_chunks(backend, case, lanes, size):
 def test_rans_lengths_around_whole_rows(backend, lanes, precision):
     rng = np.random.default_rng(precision)
     for size in (3, 11, 16, 17, 200):
-        frequencies = histogram.normalize(rng.integers(0, 1000, size) ** 2 + (np.arange(size) < 2), precision)
+        frequencies = normalize(rng.integers(0, 1000, size) ** 2 + (np.arange(size) < 2), precision)
         probability = frequencies / 2**precision
         around = {lanes - 1, lanes, lanes + 1, 2 * lanes - 1, 2 * lanes, 3 * lanes + 1}
         for count in around - {0} | {1, 2, 127, 128, 129}:
@@ -208,7 +212,7 @@ def test_rans_layout_of_any_size(count, bits_per_entry):
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 2**16, 2**18, 2**18 + 1, 2**18 + 63, 2**19, 2**19 + 1])
 def test_rans_lengths_around_whole_chunks(backend, count):
-    f = histogram.normalize(np.array([1, 5, 20, 60, 100, 60, 20, 5, 1]), 8)
+    f = normalize(np.array([1, 5, 20, 60, 100, 60, 20, 5, 1]), 8)
     symbols = np.random.default_rng(0).choice(9, size=count, p=f / 256).astype(np.uint8)
     expected_bits = 2.5 * count
     lane_bits, chunks = check_layout(count, expected_bits)
@@ -226,7 +230,7 @@ def test_any_coder_with_any_symbols(backend, case, coder, name):
     symbols = (case[0] % fmt.symbols).astype(np.uint8)
     counts = np.bincount(symbols, minlength=fmt.symbols)
     coding = compress.choose(
-        fmt, counts, len(symbols), compress.CODERS[coder], compress.MODELS["auto"], beta_index=60, zero_mass=3
+        SymbolStatistics(fmt, counts, len(symbols), GenNormFit(beta_index=60, zero_mass=3)), compress.CODERS[coder]
     )
     data = compress.encode(symbols, fmt, coding)
     reader = Reader(memoryview(data))
@@ -288,7 +292,7 @@ def test_huffman_is_optimal(case):
 @pytest.mark.parametrize("name", ["fp4", "e2m1", "fp8", "e4m3"])
 def test_huffman_is_optimal_for_gennorm(name):
     for index in (0, 20, 64, 100, 127):
-        check_huffman(histogram.normalize(gennorm.counts(parse_format(name), index, index // 2), 14))
+        check_huffman(normalize(gennorm_tables.counts(parse_format(name), index, index // 2), 14))
 
 
 def test_huffman_is_optimal_where_the_limit_binds():
@@ -306,9 +310,9 @@ def test_huffman_is_optimal_where_the_limit_binds():
 def check_close_to_ideal(backend: str, size: int, skew: float, precision: int, loss: float) -> None:
     rng = np.random.default_rng(size)
     count = 2**14 if backend == "reference" else 2**17  # all write the same bytes, and this one takes its time
-    frequencies = histogram.normalize(np.ceil(rng.dirichlet([skew] * size) * 1e6), precision)
+    frequencies = normalize(np.ceil(rng.dirichlet([skew] * size) * 1e6), precision)
     symbols = rng.choice(size, size=count, p=frequencies / 2**precision).astype(np.uint8)
-    ideal = histogram.bits_per_symbol(frequencies, precision)[symbols].sum() / 8
+    ideal = bits_per_symbol(frequencies, precision)[symbols].sum() / 8
     for lanes in (16, 64):
         length = len(kernels.rans_encode_chunk(symbols, frequencies, precision, lanes))
         assert ideal - 1 <= length <= (1 + loss) * ideal + 3 * lanes
@@ -327,7 +331,7 @@ def test_rans_with_fourteen_bits_loses_a_little_more(backend, size, skew):
 
 
 def test_rans_is_as_short_as_constrictions(backend):
-    frequencies = histogram.normalize(gennorm.counts(parse_format("fp4"), 70, 0), 12)
+    frequencies = normalize(gennorm_tables.counts(parse_format("fp4"), 70, 0), 12)
     symbols = np.random.default_rng(0).choice(11, size=2**16, p=frequencies / 4096)
     model = constriction.stream.model.Categorical(frequencies / 4096, perfect=False)
     coder = constriction.stream.stack.AnsCoder()
@@ -497,7 +501,7 @@ def test_fused_kernels_do_what_their_parts_do(backend, case, *, lane_bits, chunk
     expected_memory = torch.empty(count)
     symbols = reference.quantize(**case, memory_out=expected_memory)
     counts = np.bincount(symbols.numpy(), minlength=fmt.symbols)
-    frequencies = histogram.normalize(20 * counts + 1, precision)
+    frequencies = normalize(20 * counts + 1, precision)
     pieces = [
         reference.rans_encode_chunk(symbols.numpy()[i : i + size], frequencies, precision, 1 << lane_bits)
         for i in range(0, count, size)

@@ -16,7 +16,7 @@ from gradwire.compress import huffman
 from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection.code_lengths import symbol_masses
 from gradwire.inspection.goodness import Model
-from gradwire.models import gennorm
+from gradwire.models import gennorm_cells, gennorm_moments
 
 FP4, FP8 = PRESETS["fp4"], PRESETS["fp8"]
 FP4_TABLE = [  # β, s*, NMSE, entropy, Huffman from GenNorm, Huffman from a Normal model
@@ -36,7 +36,7 @@ FP8_TABLE = [  # β, entropy, Huffman from GenNorm, Huffman from a Normal model
 
 
 def masses(fmt: Format, beta: float) -> np.ndarray:
-    return symbol_masses(fmt, Model(beta, 1.0), gennorm.best_step(fmt, beta))
+    return symbol_masses(fmt, Model(beta, 1.0), gennorm_cells.best_step(fmt, beta))
 
 
 def entropy(p: np.ndarray) -> float:
@@ -45,13 +45,13 @@ def entropy(p: np.ndarray) -> float:
 
 def huffman_bits(fmt: Format, beta: float, model: Model) -> float:
     """Bits per entry of a GenNorm(β) source in the Huffman code of a model."""
-    frequencies = np.maximum(1, np.rint(symbol_masses(fmt, model, gennorm.best_step(fmt, beta)) * 2**40))
+    frequencies = np.maximum(1, np.rint(symbol_masses(fmt, model, gennorm_cells.best_step(fmt, beta)) * 2**40))
     return float(masses(fmt, beta) @ huffman.code_lengths(frequencies.astype(np.int64)))
 
 
 def normal_model(beta: float) -> Model:
     """The Normal distribution with the variance of GenNorm(β, 1)."""
-    return Model(2.0, math.sqrt(gennorm.mean_square(beta) / gennorm.mean_square(2)))
+    return Model(2.0, math.sqrt(gennorm_moments.mean_square(beta) / gennorm_moments.mean_square(2)))
 
 
 def close(expected: float) -> object:
@@ -61,12 +61,12 @@ def close(expected: float) -> object:
 @pytest.mark.parametrize("row", FP4_TABLE, ids=lambda row: str(row[0]))
 def test_fp4(row: tuple[float, ...]) -> None:
     beta, scale, error, bits, from_gennorm, from_normal = row
-    step = gennorm.best_step(FP4, beta)
+    step = gennorm_cells.best_step(FP4, beta)
     if beta == 0.3:  # one digit is all that is printed
         assert round(1 / step, 4) == scale
     else:
         assert 1 / step == close(scale)
-    assert gennorm.nmse(FP4, beta, step) == close(error)
+    assert gennorm_cells.nmse(FP4, beta, step) == close(error)
     assert entropy(masses(FP4, beta)) == close(bits)
     assert huffman_bits(FP4, beta, Model(beta, 1.0)) == close(from_gennorm)
     assert huffman_bits(FP4, beta, normal_model(beta)) == close(from_normal)
@@ -74,7 +74,7 @@ def test_fp4(row: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize(("beta", "bits", "from_gennorm", "from_normal"), FP8_TABLE)
 def test_fp8(beta: float, bits: float, from_gennorm: float, from_normal: float) -> None:
-    assert round(gennorm.nmse(FP8, beta, gennorm.best_step(FP8, beta)), 4) == 0.0028
+    assert round(gennorm_cells.nmse(FP8, beta, gennorm_cells.best_step(FP8, beta)), 4) == 0.0028
     assert entropy(masses(FP8, beta)) == close(bits)
     assert huffman_bits(FP8, beta, Model(beta, 1.0)) == close(from_gennorm)
     assert huffman_bits(FP8, beta, normal_model(beta)) == close(from_normal)
@@ -95,12 +95,12 @@ def test_best_step_against_numerical_integration(beta: float) -> None:
 
     def error(log_step: float) -> float:
         step = math.exp(log_step)
-        edges = np.minimum((gennorm.cell_edges(FP4) * step) ** beta, 400)  # e^−400 is nothing
+        edges = np.minimum((gennorm_cells.cell_edges(FP4) * step) ** beta, 400)  # e^−400 is nothing
         cells = zip(edges[:-1], edges[1:], FP4.magnitudes * step, strict=True)
         return sum(moment(low, high, center) for low, high, center in cells) / second
 
-    ours = gennorm.best_step(FP4, beta)
+    ours = gennorm_cells.best_step(FP4, beta)
     near = (math.log(ours) - 0.4, math.log(ours) + 0.4)
     best = optimize.minimize_scalar(error, bounds=near, method="bounded", options={"xatol": 1e-4})
     assert ours == close(math.exp(best.x))
-    assert gennorm.nmse(FP4, beta, ours) == pytest.approx(error(math.log(ours)), rel=1e-5)
+    assert gennorm_cells.nmse(FP4, beta, ours) == pytest.approx(error(math.log(ours)), rel=1e-5)

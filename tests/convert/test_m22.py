@@ -16,7 +16,7 @@ from gradwire.convert import m22
 from gradwire.convert.sparse import sent_positions
 from gradwire.errors import SpecError
 from gradwire.flower.shared import update
-from gradwire.models import gennorm
+from gradwire.models import gennorm_moments
 from gradwire.models.weighted_lloyd import levels
 from support.helpers import FLOATS, check_same, encode_into
 from support.plain_decoder import plain_decode
@@ -37,7 +37,7 @@ stats = pytest.importorskip("scipy.stats")
     ],
 )
 def test_levels_of_unit_variance(beta: float, m: int, bits: int, expected: list[float]) -> None:
-    found = levels(beta, 0.0, m, 2 ** (bits - 1)) / math.sqrt(gennorm.mean_square(beta))
+    found = levels(beta, 0.0, m, 2 ** (bits - 1)) / math.sqrt(gennorm_moments.mean_square(beta))
     assert found == pytest.approx(expected, abs=5e-5)
 
 
@@ -84,7 +84,7 @@ def test_no_other_levels_nearby_are_better(beta: float, t: float, m: int, count:
 def test_levels_at_the_ends_of_their_range(beta: float) -> None:
     for m in (0, 9):
         for count in (1, 2, 32):
-            for t in (0.0, 2**-5 * gennorm.mean_abs(beta), 2**6 * gennorm.mean_abs(beta)):
+            for t in (0.0, 2**-5 * gennorm_moments.mean_abs(beta), 2**6 * gennorm_moments.mean_abs(beta)):
                 found = levels(beta, t, m, count)
                 assert len(found) == count and (np.diff(found, prepend=t) > 0).all() and math.isfinite(found[-1])
 
@@ -114,7 +114,7 @@ def test_the_fit_is_nearly_the_best_for_what_top_k_leaves(beta: float, m: int, c
         assert len(found) == count and found[0] > sent[0]
         assert distortion(sent, found, m) <= 1.1 * distortion(sent, lloyd(sent, found, m), m)
         # The paper's fit, to the entries themselves, has levels where none are.
-        beta_sent, alpha = gennorm.fit(sent.mean(), np.square(sent).mean())
+        beta_sent, alpha = gennorm_moments.fit(sent.mean(), np.square(sent).mean())
         assert distortion(sent, found, m) < 0.8 * distortion(sent, alpha * levels(beta_sent, 0.0, m, count), m)
 
 

@@ -23,7 +23,7 @@ from gradwire.compress import huffman
 from gradwire.errors import SpecError
 from gradwire.float_formats import PRESETS, Format, parse_format
 from gradwire.kernels import reference
-from gradwire.models import histogram
+from gradwire.models.integer_frequencies import normalize
 from support.helpers import bits, gradient, native
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native module (test_coders says so, if that is wrong)")
@@ -212,7 +212,7 @@ def test_rans(table, lanes, rows, more, seed):
 @pytest.mark.parametrize("size", [2, 11, 15, 16, 255])
 def test_rans_of_many_rows(size, precision):
     rng = np.random.default_rng(size)
-    frequencies = histogram.normalize(np.ceil(1000 * rng.dirichlet([0.5] * size)), precision)
+    frequencies = normalize(np.ceil(1000 * rng.dirichlet([0.5] * size)), precision)
     symbols = some_symbols(rng, frequencies, 20_003)
     for lanes in (8, 16, 32, 64):
         chunk = reference.rans_encode_chunk(symbols, frequencies, precision, lanes)
@@ -260,7 +260,7 @@ class Fused:
             *finite, self.memory_out, self.decay, self.step, self.format, self.values
         ).numpy()
         counts = np.bincount(self.symbols, minlength=self.format.symbols)
-        self.frequencies = histogram.normalize(20 * counts + 1, precision)
+        self.frequencies = normalize(20 * counts + 1, precision)
 
     def expected(self, count: int) -> list[bytes]:
         """The chunks of the first entries."""

@@ -17,7 +17,8 @@ from scipy import integrate, special, stats
 from gradwire import FrameError, kernels
 from gradwire.convert import minifloat
 from gradwire.float_formats import PRESETS, parse_format
-from gradwire.models import gennorm, histogram
+from gradwire.models import gennorm_cells, gennorm_moments, gennorm_tables, histogram
+from gradwire.models.integer_frequencies import normalize
 from support.plain_coders import plain_gammas, plain_normalize
 
 FP4 = parse_format("fp4")
@@ -43,12 +44,12 @@ def samples(beta: float, count: int, zeros: float = 0.0, seed: int = 0) -> torch
 @pytest.mark.parametrize("alpha", [1.0, 1e-18, 1e18])
 def test_fit_inverts_the_moments(beta, alpha):
     mean_abs, mean_square = alpha * absolute_moment(beta, 1), alpha**2 * absolute_moment(beta, 2)
-    assert gennorm.mean_abs(beta) == pytest.approx(absolute_moment(beta, 1), rel=1e-9)
-    assert gennorm.mean_square(beta) == pytest.approx(absolute_moment(beta, 2), rel=1e-9)
-    found_beta, found_alpha = gennorm.fit(mean_abs, mean_square)
+    assert gennorm_moments.mean_abs(beta) == pytest.approx(absolute_moment(beta, 1), rel=1e-9)
+    assert gennorm_moments.mean_square(beta) == pytest.approx(absolute_moment(beta, 2), rel=1e-9)
+    found_beta, found_alpha = gennorm_moments.fit(mean_abs, mean_square)
     assert found_beta == pytest.approx(beta, rel=1e-3)  # the grid of β is interpolated
-    assert gennorm.mean_abs(found_beta) * found_alpha == pytest.approx(mean_abs, rel=1e-9)
-    nearest = gennorm.BETAS[gennorm.nearest_index(mean_abs, mean_square)]
+    assert gennorm_moments.mean_abs(found_beta) * found_alpha == pytest.approx(mean_abs, rel=1e-9)
+    nearest = gennorm_moments.BETAS[gennorm_moments.nearest_index(mean_abs, mean_square)]
     assert abs(math.log(nearest / beta)) <= 0.51 * math.log(40) / 127
 
 
@@ -57,15 +58,15 @@ def test_fit_recovers_scipys_samples(beta):
     """Within five standard errors, which the delta method gives: a probability of 6e-7 to fail by chance."""
     count, alpha = 2_000_000, 0.02
     x = stats.gennorm.rvs(beta, scale=alpha, size=count, random_state=np.random.default_rng(1))
-    found_beta, found_alpha = gennorm.fit(float(np.abs(x).mean()), float((x * x).mean()))
+    found_beta, found_alpha = gennorm_moments.fit(float(np.abs(x).mean()), float((x * x).mean()))
     m = [absolute_moment(beta, order) for order in range(5)]
     # The logarithm of the ratio (E|x|)²/Ex² has the error of 2|x|/m₁ − x²/m₂.
     variance = 4 * (m[2] / m[1] ** 2 - 1) + (m[4] / m[2] ** 2 - 1) - 4 * (m[3] / (m[1] * m[2]) - 1)
-    log_ratio = [math.log(gennorm.moment_ratio(b)) for b in (beta * 0.99, beta * 1.01)]
+    log_ratio = [math.log(gennorm_moments.moment_ratio(b)) for b in (beta * 0.99, beta * 1.01)]
     sigma = math.sqrt(variance / count) * math.log(1.01 / 0.99) / (log_ratio[1] - log_ratio[0])
     assert sigma < 0.06, "the test must be able to fail"
     assert abs(math.log(found_beta / beta)) <= 5 * sigma + 1e-3
-    assert found_alpha * gennorm.mean_abs(found_beta) == pytest.approx(np.abs(x).mean(), rel=1e-9)
+    assert found_alpha * gennorm_moments.mean_abs(found_beta) == pytest.approx(np.abs(x).mean(), rel=1e-9)
 
 
 @pytest.mark.parametrize("zeros", [0.1, 0.5, 0.9, 0.99])
@@ -91,17 +92,17 @@ def test_no_step_for_zeros_alone(backend):
 @pytest.mark.parametrize("name", ["fp4", "e2m1", "fp8", "e4m3"])
 def test_cell_masses_are_scipys(beta, name):
     fmt = parse_format(name)
-    step = gennorm.best_step(fmt, beta)
+    step = gennorm_cells.best_step(fmt, beta)
     edges = np.concatenate([[0], (fmt.magnitudes[1:] + fmt.magnitudes[:-1]) / 2 * step])
     survival = np.append(2 * stats.gennorm.sf(edges, beta), 0)
-    masses = gennorm.cell_masses(fmt, beta, step)
+    masses = gennorm_cells.cell_masses(fmt, beta, step)
     np.testing.assert_allclose(masses, survival[:-1] - survival[1:], rtol=1e-6, atol=1e-12)
     assert masses.sum() == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
 def test_expected_error_is_the_integral(beta):
-    step = 0.7 * gennorm.best_step(FP4, beta)
+    step = 0.7 * gennorm_cells.best_step(FP4, beta)
     values = FP4.magnitudes * step
 
     def error(x: float) -> float:
@@ -109,7 +110,7 @@ def test_expected_error_is_the_integral(beta):
 
     edges = [0, *((FP4.magnitudes[1:] + FP4.magnitudes[:-1]) / 2 * step), 60 ** (1 / beta)]
     parts = [integrate.quad(error, a, b, limit=200)[0] for a, b in pairwise(edges)]
-    assert gennorm.nmse(FP4, beta, step) == pytest.approx(sum(parts) / absolute_moment(beta, 2), rel=1e-5)
+    assert gennorm_cells.nmse(FP4, beta, step) == pytest.approx(sum(parts) / absolute_moment(beta, 2), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -119,24 +120,24 @@ def test_expected_error_is_the_integral(beta):
 )  # fmt: skip
 def test_best_step_of_fp4(beta, scale, error):
     """Found by numerical integration: the best scale 1/step and its NMSE."""
-    step = gennorm.best_step(FP4, beta)
+    step = gennorm_cells.best_step(FP4, beta)
     assert 1 / step == pytest.approx(scale, rel=0.01, abs=5e-5)
-    assert gennorm.nmse(FP4, beta, step) == pytest.approx(error, abs=6e-5)
+    assert gennorm_cells.nmse(FP4, beta, step) == pytest.approx(error, abs=6e-5)
 
 
 @pytest.mark.parametrize("name", sorted(set(map(str, PRESETS.values()))))
 def test_shipped_steps_have_the_least_expected_error(name):
     fmt = parse_format(name)
-    for index in range(0, gennorm.GRID, 9):
-        beta = float(gennorm.BETAS[index])
-        shipped = gennorm.step_over_mean(fmt, index) * gennorm.mean_abs(beta)
-        scan = [gennorm.nmse(fmt, beta, shipped * 2.0**x) for x in np.arange(-6, 6.1, 0.125)]
+    for index in range(0, gennorm_moments.GRID, 9):
+        beta = float(gennorm_moments.BETAS[index])
+        shipped = gennorm_tables.step_over_mean(fmt, index) * gennorm_moments.mean_abs(beta)
+        scan = [gennorm_cells.nmse(fmt, beta, shipped * 2.0**x) for x in np.arange(-6, 6.1, 0.125)]
         limit = 1.002
         if fmt.symbols > 16:
             # 8 bits are about as good at many steps, and the shipped one is the middle of them, though the
             # error has ripples there; below β = 0.13 it is the end of the range that was searched.
             limit = 1.1 if beta > 0.13 else 1.7
-        assert gennorm.nmse(fmt, beta, shipped) <= limit * min(scan)
+        assert gennorm_cells.nmse(fmt, beta, shipped) <= limit * min(scan)
 
 
 def measured_nmse(fmt, x: torch.Tensor, step: float) -> float:
@@ -195,7 +196,7 @@ def test_shipped_masses_are_the_cells(name):
     assert np.all(np.isfinite(steps) & (steps > 0))
     for index in range(0, 128, 9):
         beta = 0.1 * 40 ** (index / 127)
-        exact = gennorm.cell_masses(fmt, beta, steps[index] * absolute_moment(beta, 1)) * 2.0**16
+        exact = gennorm_cells.cell_masses(fmt, beta, steps[index] * absolute_moment(beta, 1)) * 2.0**16
         # A side is rounded, raised to 1, and scaled by 1 − K/2¹⁶ to leave room for that.
         assert np.all(np.abs(masses[index, 1:] - exact[1:] / 2) <= 1.01 + exact[1:] / 2 * fmt.symbols / 2**16)
 
@@ -205,7 +206,7 @@ def test_counts_follow_the_wire_format(index, zero_mass, name):
     fmt, w = parse_format(name), shipped()[f"{name}_masses"][index].astype(object)
     middle = w[0] * (256 - zero_mass) + zero_mass * 2**16
     sides = list(w[1:] * (256 - zero_mass))
-    assert gennorm.counts(fmt, index, zero_mass).tolist() == [*sides[::-1], middle, *sides]
+    assert gennorm_tables.counts(fmt, index, zero_mass).tolist() == [*sides[::-1], middle, *sides]
 
 
 # ── frequencies ───────────────────────────────────────────────────────────────────────────────────
@@ -217,7 +218,7 @@ small_counts = st.lists(st.integers(0, 300), min_size=1, max_size=255).filter(an
 
 @given(counts=some_counts, precision=st.integers(8, 14))
 def test_normalize(counts, precision):
-    frequencies = histogram.normalize(np.array(counts), precision)
+    frequencies = normalize(np.array(counts), precision)
     assert frequencies.sum() == 2**precision
     assert [f > 0 for f in frequencies] == [c > 0 for c in counts]
     assert frequencies.tolist() == plain_normalize(counts, precision)
@@ -226,32 +227,30 @@ def test_normalize(counts, precision):
 @given(counts=small_counts, factor=st.integers(1, 2**20), precision=st.integers(8, 14))
 def test_normalize_sees_proportions_only(counts, factor, precision):
     counts = np.array(counts)
-    np.testing.assert_array_equal(
-        histogram.normalize(counts, precision), histogram.normalize(counts * factor, precision)
-    )
+    np.testing.assert_array_equal(normalize(counts, precision), normalize(counts * factor, precision))
 
 
 def test_normalize_of_counts_that_fit_changes_nothing():
     counts = np.array([1, 0, 200, 55])
-    assert histogram.normalize(counts, 8).tolist() == counts.tolist()
-    assert histogram.normalize(counts, 10).tolist() == (4 * counts).tolist()
+    assert normalize(counts, 8).tolist() == counts.tolist()
+    assert normalize(counts, 10).tolist() == (4 * counts).tolist()
 
 
 def test_normalize_by_hand():
     # 256·c/7 = 36.57, 73.14, 146.29: the first has the largest remainder and gets the one that is missing.
-    assert histogram.normalize(np.array([1, 2, 4]), 8).tolist() == [37, 73, 146]
+    assert normalize(np.array([1, 2, 4]), 8).tolist() == [37, 73, 146]
     # 256·c/3 = 85.33 thrice: the first of equals.
-    assert histogram.normalize(np.array([1, 1, 1]), 8).tolist() == [86, 85, 85]
+    assert normalize(np.array([1, 1, 1]), 8).tolist() == [86, 85, 85]
     # The two rare ones are raised from 0 to 1, and the first of the two largest pays for one of them.
-    assert histogram.normalize(np.array([500, 1, 1, 500]), 8).tolist() == [127, 1, 1, 127]
-    assert histogram.normalize(np.array([1000, 1, 1, 1]), 8).tolist() == [253, 1, 1, 1]
+    assert normalize(np.array([500, 1, 1, 500]), 8).tolist() == [127, 1, 1, 127]
+    assert normalize(np.array([1000, 1, 1, 1]), 8).tolist() == [253, 1, 1, 1]
 
 
 @given(
     counts=some_counts, precision=st.integers(8, 14), implied=st.integers(0, 99), behind=st.binary(max_size=5)
 )  # fmt: skip
 def test_frequencies_survive_packing(counts, precision, implied, behind):
-    frequencies, implied = histogram.normalize(np.array(counts), precision), implied % len(counts)
+    frequencies, implied = normalize(np.array(counts), precision), implied % len(counts)
     packed = histogram.pack(frequencies, implied)
     assert packed == plain_gammas([f for i, f in enumerate(frequencies.tolist()) if i != implied])
     assert len(packed) == histogram.packed_length(frequencies, implied)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from gradwire import compress
+from gradwire import compress, models
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import (
     Entry,
@@ -75,7 +75,7 @@ def _minifloat(fmt: str, coder: str, decay: str) -> dict[str, Parameter]:
     return {
         "format": Parameter(fmt, float_format),
         "coder": Parameter(coder, one_of(*compress.CODERS)),
-        "model": Parameter("auto", one_of(*compress.MODELS)),
+        "model": Parameter("auto", one_of(*models.names())),
         "rounding": Parameter("nearest", one_of("nearest", "stochastic")),
         "decay": _decay(decay),
     }

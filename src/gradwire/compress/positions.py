@@ -11,10 +11,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from gradwire import compress, kernels
-from gradwire.compress import golomb
+from gradwire import kernels
+from gradwire.compress import golomb, symbols
+from gradwire.compress.choice import choose
+from gradwire.compress.coders import RANS
+from gradwire.compress.precision import COARSE, SMALL_ALPHABET, finest_precision
+from gradwire.compress.raw import raw_width
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
+from gradwire.models.symbol_statistics import Alphabet, SymbolStatistics
 
 GOLOMB, CLASSES = 0, 1
 WAYS = ("auto", "golomb", "rans")
@@ -47,7 +52,8 @@ def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> byt
         low_bits = _open_bits(merged, m)
         if limit is not None and _least_bits(merged) + low_bits >= limit:
             continue
-        coding = compress.choose(alphabet(len(gaps), elements, m), merged, len(gaps), compress.RANS)
+        statistics = SymbolStatistics(alphabet(len(gaps), elements, m), merged, len(gaps))
+        coding = choose(statistics, RANS)
         found.append((coding.expected_bits + low_bits, m, coding))
     if not found:
         return None
@@ -55,7 +61,7 @@ def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> byt
     if limit is not None and bits >= limit:
         return None
     classes, low = kernels.gap_classes(gaps, m)
-    coded = compress.encode(classes, alphabet(len(gaps), elements, m), coding)
+    coded = symbols.encode(classes, alphabet(len(gaps), elements, m), coding)
     return bytes([m]) + varint(len(coded)) + coded + low
 
 
@@ -65,10 +71,10 @@ def class_of(gap: int, m: int) -> int:
     return gap if gap < 1 << m else (octave - m << m) + (gap >> octave - m)
 
 
-def alphabet(count: int, elements: int, m: int) -> compress.Alphabet:
+def alphabet(count: int, elements: int, m: int) -> Alphabet:
     """Classes up to that of the largest gap there can be; the frequency of the mean gap's class is not sent."""
     spare = elements - count
-    return compress.Alphabet(class_of(spare, m) + 1, class_of(spare // count, m))
+    return Alphabet(class_of(spare, m) + 1, class_of(spare // count, m))
 
 
 def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
@@ -97,14 +103,14 @@ def _coarser(m: int) -> np.ndarray:
 
 
 def _least_bits(counts: np.ndarray) -> float:
-    """What `compress.choose` cannot come below: raw codes, or the entropy and the table. Far quicker to tell."""
+    """What `choose` cannot come below: raw codes, or the entropy and the table. Far quicker to tell."""
     total, used = int(counts.sum()), counts[counts > 0]
     if len(used) == 1:
         return 0.0
-    precision = compress.COARSE if len(counts) <= compress.SMALL_ALPHABET else compress.finest_precision(len(counts))
+    precision = COARSE if len(counts) <= SMALL_ALPHABET else finest_precision(len(counts))
     codes = np.maximum(1, 2 * np.log2(1 + used * (2.0**precision / total)) - 1)  # Elias gamma, rounded down
     table = float(codes.sum() - codes.max()) + len(counts) - len(used)
-    return min(total * compress.raw_width(len(counts)), _entropy_bits(counts) + table + compress.SMALLEST_RANS)
+    return min(total * raw_width(len(counts)), _entropy_bits(counts) + table + RANS.fixed_bits)
 
 
 def _entropy_bits(counts: np.ndarray) -> float:
@@ -127,7 +133,7 @@ def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
     if m > FINEST:
         raise FrameError("invalid classes of gaps")
     coded = Reader(reader.take(reader.varint(len(reader.data))))
-    symbols = alphabet(count, elements, m)
-    classes = compress.decode(coded, symbols, count, compress.read_head(coded, symbols))
+    classes_there_are = alphabet(count, elements, m)
+    classes = symbols.decode(coded, classes_there_are, count, symbols.read_head(coded, classes_there_are))
     low = _open_bits(np.bincount(classes), m)
     return kernels.join_gaps(kernels.gap_tails(classes, m, reader.take(-(-low // 8))), elements)

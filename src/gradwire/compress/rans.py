@@ -10,18 +10,23 @@ import struct
 import numpy as np
 
 from gradwire import kernels
+from gradwire.compress.coding import Coding, EntropyCoder
+from gradwire.compress.precision import COARSE, LARGE, SMALL_ALPHABET, finest_precision
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
+from gradwire.models.integer_frequencies import bits_per_symbol
+from gradwire.models.symbol_statistics import AnyAlphabet
 
 MAX_LANE_BITS = 6
 BITS_PER_LANE = 1 << 13  # of coded data: two bytes a lane are then at most 0.2%
 VECTOR = 16  # lanes: from here on they are coded side by side
 SEVERAL = 128  # in the first byte: there is more than one chunk
+SMALLEST_RANS = 32  # bits beside those of the symbols: the layout and one state
 BITS_PER_CHUNK = BITS_PER_LANE << MAX_LANE_BITS
 
 
 def layout(count: int, expected_bits: float) -> tuple[int, int]:
-    """(log2 of the number of lanes, number of chunks) for a tensor of this size."""
+    """Return (log2 of the number of lanes, number of chunks) for a tensor of this size."""
     chunks = min(max(1, int(expected_bits / BITS_PER_CHUNK)), -(-count // kernels.CHUNK_ALIGN))
     while kernels.chunk_size(count, chunks) * (chunks - 1) >= count:  # rounding up left the last one empty
         chunks -= 1
@@ -32,7 +37,7 @@ def layout(count: int, expected_bits: float) -> tuple[int, int]:
 
 
 def head(lane_bits: int, chunk_lengths: list[int]) -> bytes:
-    """What stands before the chunks."""
+    """Return the bytes that stand before the chunks: how many lanes, how many chunks, and their lengths in bytes."""
     if len(chunk_lengths) == 1:
         return bytes([lane_bits])
     lengths = struct.pack(f"<{len(chunk_lengths) - 1}I", *chunk_lengths[:-1])
@@ -40,7 +45,7 @@ def head(lane_bits: int, chunk_lengths: list[int]) -> bytes:
 
 
 def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]:
-    """(log2 of lanes, the length of every chunk, the chunks)."""
+    """Return (log2 of the number of lanes, the length of every chunk in bytes, the chunks); FrameError if invalid."""
     reader = Reader(data)
     byte = reader.byte()
     lane_bits, chunks = byte & ~SEVERAL, 1
@@ -61,7 +66,7 @@ def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]
 def encode(
     symbols: np.ndarray, frequencies: np.ndarray, precision: int, expected_bits: float, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """The coded symbols, in `out` if it is given: it has to have two bytes for each symbol, and some."""
+    """Return the coded symbols, which lie in `out` if it is given; it needs `room` bytes."""
     lane_bits, chunks = layout(len(symbols), expected_bits)
     size = kernels.chunk_size(len(symbols), chunks)
     if out is None:
@@ -73,15 +78,44 @@ def encode(
 
 
 def room(count: int, chunks: int) -> int:
-    """Bytes that `encode` may need: no symbol takes more than two."""
+    """Return how many bytes `encode` may need: no symbol takes more than two."""
     return 2 * count + 64 + (3 * (1 << MAX_LANE_BITS) + 4) * (chunks + 1)
 
 
 def decode(
     data: memoryview, count: int, frequencies: np.ndarray, precision: int, out: np.ndarray | None = None
 ) -> np.ndarray:
+    """Return `count` symbols, in `out` if it is given; FrameError if the data is damaged."""
     lane_bits, lengths, body = read_head(data, count)
     symbols = np.empty(count, dtype=np.uint8) if out is None else out
     size = kernels.chunk_size(count, len(lengths))
     kernels.rans_decode(body, lengths, size, frequencies, precision, 1 << lane_bits, symbols)
     return symbols
+
+
+class RansCoder(EntropyCoder):
+    """Spends fractions of bits, and comes within half a percent of the entropy."""
+
+    name = "rans"
+    wire_number = 3
+    fixed_bits = SMALLEST_RANS
+
+    def precisions(self, symbols: int, total: int) -> tuple[int, ...]:
+        """Return the coarse precision first, which is fast but loses bits on skewed symbols."""
+        finest = finest_precision(symbols)
+        if symbols > SMALL_ALPHABET:
+            return (finest,)
+        # On small tensors the size of the table itself counts.
+        return (COARSE, finest) if total >= LARGE else (COARSE, finest - 1, finest)
+
+    def symbol_bits(self, frequencies: np.ndarray, precision: int) -> np.ndarray:
+        """Return the ideal length of each symbol's code."""
+        return bits_per_symbol(frequencies, precision)
+
+    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes:
+        """Return the layout and the coded chunks."""
+        return encode(symbols, coding.table, coding.precision, coding.expected_bits).tobytes()
+
+    def decode(self, reader: Reader, alphabet: AnyAlphabet, count: int, coding: Coding) -> np.ndarray:
+        """Return the symbols of all chunks."""
+        return decode(reader.rest(), count, coding.table, coding.precision)

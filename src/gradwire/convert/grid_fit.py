@@ -12,6 +12,7 @@ from gradwire import compress, kernels
 from gradwire.convert.conversion import Conversion, NonFinite, in_host_memory
 from gradwire.convert.grid_search import Curve, MeasuredGrid
 from gradwire.models import histogram
+from gradwire.models.integer_frequencies import bits_per_symbol, normalize
 
 SEARCHED = 1 << 14  # entries of a sample on which the step for a rate is searched
 PART, WHOLE = 0.005, 0.012  # of the rate: what is off by more is corrected, after part of a sample or all of it
@@ -84,7 +85,8 @@ class Target:
 
 
 def choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
-    return compress.choose(compress.Alphabet(2 * largest + 1, largest), counts, count, compress.RANS)
+    alphabet = compress.Alphabet(2 * largest + 1, largest)
+    return compress.choose(compress.SymbolStatistics(alphabet, counts, count), compress.RANS)
 
 
 def _coded(
@@ -137,6 +139,6 @@ def _coarse_bits(counts: np.ndarray, count: int) -> float:
     if len(counts) > compress.SMALL_ALPHABET:
         return 0.0
     smooth = 2 * counts + 1
-    frequencies = histogram.normalize(smooth, compress.COARSE)
-    bits = smooth @ histogram.bits_per_symbol(frequencies, compress.COARSE) * count / smooth.sum()
+    frequencies = normalize(smooth, compress.COARSE)
+    bits = smooth @ bits_per_symbol(frequencies, compress.COARSE) * count / smooth.sum()
     return float(bits) + 8 * histogram.packed_length(frequencies, len(counts) // 2)

@@ -148,8 +148,9 @@ def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: s
     # On large tensors rANS is within half a percent of the entropy, and much faster than Huffman.
     every = ("rans", "huffman") if total < compress.LARGE else ("rans",)
     names = every if coder == "auto" else (coder,)
-    found = [compress.choose(alphabet, counts, total, compress.CODERS[name]) for name in names]
-    return min(found, key=lambda c: c.expected_bits + (compress.SMALLEST_RANS if c.coder == compress.RANS else 0))
+    statistics = compress.SymbolStatistics(alphabet, counts, total)
+    found = [compress.choose(statistics, compress.CODERS[name]) for name in names]
+    return min(found, key=lambda coding: coding.expected_bits + coding.coder.fixed_bits)
 
 
 def read_side(reader: Reader, header: Header) -> tuple[Buckets, int, int, torch.dtype]:

@@ -22,7 +22,7 @@ from gradwire.convert import magnitudes
 from gradwire.convert.conversion import Conversion, in_host_memory, limit_to
 from gradwire.convert.sparse import MAGNITUDES, Sparse
 from gradwire.errors import SpecError
-from gradwire.models import gennorm, weighted_lloyd
+from gradwire.models import gennorm_moments, weighted_lloyd
 
 MOST_BITS = 6
 SAMPLE = 1 << 14  # entries that levels are fitted to; an outlier that is not among them is sent as less than it is
@@ -75,8 +75,8 @@ def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:
 
 def model_levels(t: float, mean: float, square: float, m: int, count: int) -> np.ndarray:
     """Levels of t + y for the GenNorm y with these moments, on grids of β and t/E y, so that few have to be solved."""
-    beta = float(gennorm.BETAS[gennorm.nearest_index(mean, square)])
-    unit = gennorm.mean_abs(beta)
+    beta = float(gennorm_moments.BETAS[gennorm_moments.nearest_index(mean, square)])
+    unit = gennorm_moments.mean_abs(beta)
     from_zero = _on_grid(t / mean) * unit if m else 0.0
     return t + (weighted_lloyd.levels(beta, from_zero, m, count) - from_zero) * (mean / unit)
 

@@ -15,14 +15,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from gradwire import compress, kernels
+from gradwire import compress, kernels, models
 from gradwire.compress import rans
 from gradwire.convert.conversion import Conversion, Converter, NonFinite, combine, in_host_memory, limit_to
 from gradwire.errors import FrameError
 from gradwire.float_formats import PRESETS, SPECIALS, Format
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
 from gradwire.frame.headers import MINIFLOAT, SEGMENTED, Header
-from gradwire.models import gennorm
+from gradwire.models import gennorm_moments, gennorm_tables
+from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried
@@ -47,10 +48,10 @@ def fit(fmt: Format, sample: torch.Tensor) -> StepFit | None:
     if not math.isfinite(total_square):
         raise NonFinite
     mean_abs, mean_square = total_abs / nonzero, total_square / nonzero
-    index = gennorm.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm.GRID - 1
+    index = gennorm_moments.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm_moments.GRID - 1
     zeros = 1 - nonzero / sample.numel()
-    zero_mass = min(gennorm.ZERO_STEPS - 1, round(zeros * gennorm.ZERO_STEPS))
-    step = round_step(mean_abs * gennorm.step_over_mean(fmt, index))
+    zero_mass = min(gennorm_tables.ZERO_STEPS - 1, round(zeros * gennorm_tables.ZERO_STEPS))
+    step = round_step(mean_abs * gennorm_tables.step_over_mean(fmt, index))
     entries = sample if nonzero == sample.numel() else sample[sample != 0]  # zeros cost no error at any step
     return StepFit(_try_others(fmt, entries, step), index, zero_mass)
 
@@ -88,8 +89,9 @@ class Minifloat(Converter):
     lists_segments = stores_tiny = True
 
     def __init__(self, fmt: Format, coder: str = "rans", model: str = "auto", rounding: str = "nearest"):
-        self.format, self.coder, self.models = fmt, compress.CODERS[coder], compress.MODELS[model]
+        self.format, self.coder = fmt, compress.CODERS[coder]
         self.stochastic = rounding == "stochastic"
+        self.models = models.by_name("histogram" if self.stochastic else model)
 
     def fit(self, conversion: Conversion, sample: torch.Tensor) -> StepFit | None:
         if self.stochastic:
@@ -148,9 +150,8 @@ class Minifloat(Converter):
         return write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
 
     def _choose(self, counts: np.ndarray, total: int, found: StepFit | None) -> compress.Coding:
-        index, zero_mass = (found.beta_index, found.zero_mass) if found else (0, 0)
-        models = (compress.HISTOGRAM,) if self.stochastic else self.models
-        return compress.choose(self.format, counts, total, self.coder, models, index, zero_mass)
+        fitted = GenNormFit(found.beta_index, found.zero_mass) if found else None
+        return compress.choose(SymbolStatistics(self.format, counts, total, fitted), self.coder, self.models)
 
     def _sample_counts(self, sample: torch.Tensor, step: float, seed: int | None) -> np.ndarray:
         return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed), self.format.symbols)

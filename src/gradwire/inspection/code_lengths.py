@@ -13,7 +13,8 @@ from gradwire import compress
 from gradwire.compress import huffman
 from gradwire.float_formats import Format
 from gradwire.inspection import goodness
-from gradwire.models import gennorm, histogram
+from gradwire.models import gennorm_cells, histogram
+from gradwire.models.integer_frequencies import bits_per_symbol, normalize
 
 MASS = 1 << 40  # masses become integer counts before the coder's own normalization
 
@@ -26,7 +27,7 @@ def entropy(counts: np.ndarray) -> float:
 
 def symbol_masses(fmt: Format, model: goodness.Model, step: float) -> np.ndarray:
     """The probability of each symbol of a signed format at this step."""
-    magnitudes = gennorm.cell_masses(fmt, model.beta, step / model.alpha)
+    magnitudes = gennorm_cells.cell_masses(fmt, model.beta, step / model.alpha)
     side = magnitudes[1:] / 2
     return np.concatenate([side[::-1], magnitudes[:1], side])
 
@@ -35,7 +36,7 @@ def frequencies(masses: np.ndarray) -> np.ndarray:
     """As the coders take them: integers of as many bits as this alphabet gets, none of them zero."""
     precision = compress.finest_precision(len(masses))
     counts = np.maximum(1, np.rint(masses * (MASS >> precision))).astype(np.int64)
-    return histogram.normalize(counts, precision)
+    return normalize(counts, precision)
 
 
 def models(fmt: Format, x: np.ndarray, step: float, counts: np.ndarray) -> dict[str, tuple[np.ndarray, int]]:
@@ -49,7 +50,7 @@ def models(fmt: Format, x: np.ndarray, step: float, counts: np.ndarray) -> dict[
     masses = symbol_masses(fmt, goodness.fit(*goodness.moments(nonzero))["gennorm"], step) * (1 - zeros)
     masses[fmt.zero_symbol] += zeros
     table["gennorm+zeros"] = (frequencies(masses), 2)
-    own = histogram.normalize(counts, compress.finest_precision(fmt.symbols))
+    own = normalize(counts, compress.finest_precision(fmt.symbols))
     table["histogram"] = (own, histogram.packed_length(own, fmt.zero_symbol))
     return table
 
@@ -58,9 +59,7 @@ def bits_per_entry(counts: np.ndarray, frequencies: np.ndarray, own_bytes: int) 
     """{"huffman", "ideal"}: with whole bits per symbol, and with none wasted (what rANS comes close to)."""
     used, total = counts > 0, counts.sum()
     own = 8 * own_bytes / total
-    ideal = (
-        counts[used] @ histogram.bits_per_symbol(frequencies, compress.finest_precision(len(frequencies)))[used] / total
-    )
+    ideal = counts[used] @ bits_per_symbol(frequencies, compress.finest_precision(len(frequencies)))[used] / total
     several = np.count_nonzero(frequencies) > 1  # else there is nothing to code
     coded = counts @ huffman.code_lengths(frequencies) / total if several else 0.0
     return {"huffman": float(coded + own), "ideal": float(ideal + own)}

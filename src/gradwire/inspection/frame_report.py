@@ -13,9 +13,6 @@ from gradwire.float_formats import Format
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
 
-CODERS = {number: name for name, number in compress.CODERS.items()} | {compress.CONSTANT: "constant"}
-MODELS = {compress.NO_MODEL: None, compress.GENNORM: "gennorm", compress.HISTOGRAM: "histogram"}
-
 
 @dataclass
 class FrameReport:
@@ -72,7 +69,7 @@ def describe_symbols(
     """Of all that the reader has left; the side information is what it has read."""
     coding = compress.read_head(reader, alphabet)
     report.model_bytes = reader.position - report.side_bytes
-    report.coder, report.model = CODERS[coding.coder], MODELS[coding.model]
+    report.coder, report.model = coding.coder.name, coding.model.name if coding.model else None
     if coding.frequencies is not None:
         report.precision, report.frequencies = coding.precision, coding.frequencies.tolist()
     report.symbol_bytes = len(reader.data) - reader.position

@@ -11,7 +11,7 @@ from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
 from gradwire.inspection.frame_families import describe_homomorphic, describe_levels, describe_sketch, describe_sparse
 from gradwire.inspection.frame_report import FrameReport, describe_symbols
-from gradwire.models import gennorm
+from gradwire.models import gennorm_moments, gennorm_tables
 
 FLAGS = {headers.NONFINITE: "non-finite", headers.SEGMENTED: "segmented"}
 NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic")  # in the order of the wire
@@ -54,7 +54,7 @@ def _describe_minifloat(report: FrameReport, header: headers.Header, payload: np
     describe_symbols(report, header, reader, fmt)
     if report.model == "gennorm":
         index, zero_mass = payload[report.side_bytes + 1 : report.side_bytes + report.model_bytes].tolist()
-        report.beta, report.zero_mass = float(gennorm.BETAS[index]), zero_mass / gennorm.ZERO_STEPS
+        report.beta, report.zero_mass = float(gennorm_moments.BETAS[index]), zero_mass / gennorm_tables.ZERO_STEPS
 
 
 def _describe_grid(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire.models import gennorm
+from gradwire.models import gennorm_moments
 
 SAMPLE = 100_000
 SEED = 0
@@ -57,9 +57,9 @@ class Model:
 def fit(mean_abs: float, mean_square: float) -> dict[str, Model]:
     """The three models with these moments: Normal by E x², Laplace by E|x|, GenNorm by both."""
     return {
-        "normal": Model(2.0, math.sqrt(mean_square / gennorm.mean_square(2))),
-        "laplace": Model(1.0, mean_abs / gennorm.mean_abs(1)),
-        "gennorm": Model(*gennorm.fit(mean_abs, mean_square)),
+        "normal": Model(2.0, math.sqrt(mean_square / gennorm_moments.mean_square(2))),
+        "laplace": Model(1.0, mean_abs / gennorm_moments.mean_abs(1)),
+        "gennorm": Model(*gennorm_moments.fit(mean_abs, mean_square)),
     }
 
 

@@ -1,54 +1,65 @@
-"""Counts to frequencies, and the plain histogram model: the frequencies travel themselves."""
+"""The histogram model: the frequencies themselves travel, as Elias-gamma codes."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader
+from gradwire.models.integer_frequencies import LARGEST, normalize
+from gradwire.models.probability_model import ProbabilityModel
+from gradwire.models.symbol_statistics import AnyAlphabet, SymbolStatistics
+
+_GAMMA_BITS = np.array([2 * (f + 1).bit_length() - 1 for f in range(LARGEST + 1)])
 
 
-def normalize(counts: np.ndarray, precision: int) -> np.ndarray:
-    """Integer frequencies that add up to 2^precision, at least 1 where a count is not 0 (docs/wire-format.md)."""
-    counts = np.asarray(counts, dtype=np.int64)
-    target, total = 1 << precision, int(counts.sum())
-    scaled = counts << precision
-    floor = scaled // total
-    frequencies = np.where(counts > 0, np.maximum(floor, 1), 0)
-    missing = target - int(frequencies.sum())
-    if missing > 0:
-        remainder = np.where(floor > 0, scaled % total, -1)
-        frequencies[np.argsort(-remainder, kind="stable")[:missing]] += 1
-    for _ in range(-missing):
-        frequencies[np.argmax(frequencies)] -= 1
-    return frequencies
+class Histogram(ProbabilityModel):
+    """Models any alphabet by the counts of its symbols; the parameters are the table of frequencies."""
 
+    name = "histogram"
+    wire_number = 2
 
-_LARGEST = 1 << 14  # frequencies go up to this
-with np.errstate(divide="ignore"):
-    _LOG2 = np.log2(np.arange(_LARGEST + 1))
-_GAMMA_BITS = np.array([2 * (f + 1).bit_length() - 1 for f in range(_LARGEST + 1)])
+    def supports(self, alphabet: AnyAlphabet) -> bool:
+        """Tell that every alphabet can be modelled."""
+        return True
 
+    def fit(self, statistics: SymbolStatistics, precision: int) -> np.ndarray:
+        """Return the counts, scaled to 2^precision."""
+        return normalize(statistics.counts, precision)
 
-def bits_per_symbol(frequencies: np.ndarray, precision: int) -> np.ndarray:
-    """Ideal code length of each symbol; infinite where the frequency is 0."""
-    return precision - _LOG2[frequencies]
+    def packed_length(self, frequencies: np.ndarray, statistics: SymbolStatistics) -> int:
+        """Return the length of the packed table in bytes."""
+        return packed_length(frequencies, statistics.alphabet.zero_symbol)
+
+    def pack(self, frequencies: np.ndarray, statistics: SymbolStatistics) -> bytes:
+        """Return the packed table, without the symbol of zero, which is the most frequent as a rule."""
+        return pack(frequencies, statistics.alphabet.zero_symbol)
+
+    def read(self, reader: Reader, alphabet: AnyAlphabet, precision: int) -> np.ndarray:
+        """Take a packed table off the reader."""
+        table = reader.data[reader.position :]
+        frequencies, used = unpack(table, alphabet.symbols, precision, alphabet.zero_symbol)
+        reader.take(used)
+        return frequencies
 
 
 def packed_length(frequencies: np.ndarray, implied: int) -> int:
-    """Bytes that `pack` will take."""
+    """Return the number of bytes that `pack` will give."""
     bits = _GAMMA_BITS[frequencies]
     return (int(bits.sum() - bits[implied]) + 7) // 8
 
 
 def pack(frequencies: np.ndarray, implied: int) -> bytes:
-    """Elias-gamma codes of f+1 of all symbols but one, whose frequency follows from the sum."""
-    codes = [f"{f + 1:0{2 * (f + 1).bit_length() - 1}b}" for f in np.delete(frequencies, implied).tolist()]
+    """Return Elias-gamma codes of f+1 of all symbols but `implied`, whose frequency follows from the sum."""
+    sent = frequencies.tolist()
+    del sent[implied]
+    codes = [f"{f + 1:0{2 * (f + 1).bit_length() - 1}b}" for f in sent]
     bits = np.frombuffer("".join(codes).encode(), dtype=np.uint8) & 1  # "0" and "1" differ in that bit
     return np.packbits(bits, bitorder="little").tobytes()
 
 
 def unpack(data: memoryview, symbols: int, precision: int, implied: int) -> tuple[np.ndarray, int]:
-    """The frequencies at the front of `data`, and how many bytes they took."""
+    """Return the frequencies at the front of `data`, and how many bytes they took; FrameError if they are damaged."""
     # No table is longer: each code has at most 2·precision + 1 bits.
     limit = ((symbols - 1) * (2 * precision + 1) + 7) // 8
     bits = np.unpackbits(np.frombuffer(data[:limit], dtype=np.uint8), bitorder="little").tolist()
