@@ -1,6 +1,6 @@
 """How well the Normal, Laplace and GenNorm distributions describe a sample (arXiv 2111.07599).
 
-All three are GenNorm(β, α) (models/gennorm.py), with β = 2, β = 1 and the β of the sample. The sample is
+All three are GenNorm(β, α) (models/gennorm_moments.py), with β = 2, β = 1 and the β of the sample. The sample is
 standardised to mean 0 and deviation 1, each model is fitted to it by moments, and two distances are taken:
 
 - Wasserstein-2, between the sorted sample and the model's quantiles at (i − ½)/n: √mean (z₍ᵢ₎ − Q((i−½)/n))²;
