@@ -39,14 +39,14 @@ BROADCAST = 2**24  # bytes at a time
 
 
 class DataParallelHandle(Handle):
-    """`model.gradwire`."""
+    """The handle of a DataParallel model: `model.gradwire`."""
 
     def __init__(self, gradients: Gradients):
         super().__init__(gradients)
         self.hooks: list[Any] = []  # on the parameters, as long as their gradients are averaged
 
     def detach(self) -> None:
-        """Gradients are no longer averaged: `model.module` is as it was before, and can be wrapped again."""
+        """Stop averaging gradients: `model.module` is as it was before, and can be wrapped again."""
         _remove(self.hooks)
         self.gradients.disconnect()
 
@@ -99,6 +99,7 @@ class DataParallel(nn.Module):
         return self.gradwire.gradients
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Call the model itself; the backward pass of what it returns averages the gradients."""
         if torch.compiler.is_compiling():
             return self.module(*inputs, **options)
         if self._running and torch._C._current_graph_task_id() == -1:

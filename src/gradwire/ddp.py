@@ -50,9 +50,9 @@ class State(Gradients):
         options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback)
         super().__init__(spec, parameters, process_group, options)
         self._spec = spec
-        self._pending: list[tuple[torch.Tensor, torch.futures.Future]] = []
+        self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
-        self._plain: list[torch.futures.Future] = []
+        self._plain: list[torch.futures.Future[torch.Tensor]] = []
         self._sent_along: dict[str, torch.Tensor] = {}  # error memories that go with plain gradients
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -141,14 +141,14 @@ def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 
 class DDPHandle(Handle):
-    """What `attach` returns."""
+    """What `attach` returns: the handle of a DDP model."""
 
     def __init__(self, slot: _Slot, state: State):
         super().__init__(state)
         self._slot, self.state = slot, state
 
     def detach(self) -> None:
-        """Back to plain all-reduce; the model can be attached again."""
+        """Go back to plain all-reduce; the model can be attached again."""
         if self._slot.state is self.state:
             self._slot.state = None
             self.state.disconnect()

@@ -34,6 +34,8 @@ Agree = Callable[[list[float]], list[float]]  # the largest of all ranks, one by
 
 @dataclass
 class Trial:
+    """A candidate: its relative squared error, and the median seconds of its training steps once it was tried."""
+
     spec: str
     error: float
     seconds: float = float("inf")
@@ -41,7 +43,10 @@ class Trial:
 
 @dataclass
 class Auto:
-    """`agree` is called by all ranks in the same steps."""
+    """Tries every candidate for some steps, and settles on the fastest whose error is small enough.
+
+    All ranks call `step_done` after every step, and so `agree` in the same steps: they decide alike.
+    """
 
     agree: Agree
     exact_seconds: Callable[[], float]  # what plain all-reduce would take for its bytes alone
@@ -63,16 +68,16 @@ class Auto:
 
     @property
     def spec(self) -> str:
-        """What is to be used in the next step."""
+        """The spec to use in the next step."""
         return self._best().spec if self.settled else self._left[0].spec
 
     @property
     def measuring(self) -> bool:
-        """Whether the errors of all candidates are wanted of the next step: of the second, when a memory is there."""
+        """Whether the next step is to measure the errors of all candidates: the second, which has an error memory."""
         return not self.settled and not self.trials and len(self._times) == 1
 
     def step_done(self, seconds: float, errors: Mapping[str, float]) -> None:
-        """A step took so long; the candidates would have had these relative squared errors (if that was asked for)."""
+        """Learn from a step: its seconds, and the relative squared errors of the candidates if they were measured."""
         self._times.append(seconds)
         if self.settled:
             self._watch()
@@ -83,14 +88,14 @@ class Auto:
             self._next()
 
     def _leave_out(self, errors: Mapping[str, float]) -> None:
-        """Those whose error is too large."""
-        own = [errors.get(trial.spec, 0.0) for trial in self._left]
-        found = self.agree([error if math.isfinite(error) else math.inf for error in own])
-        if math.inf in found:  # a gradient was not finite, as in the first steps with a GradScaler: measure the next
+        """Leave out the candidates whose error is too large on any rank."""
+        measured = [errors.get(trial.spec, 0.0) for trial in self._left]
+        agreed = self.agree([error if math.isfinite(error) else math.inf for error in measured])
+        if math.inf in agreed:  # a gradient was not finite, as in the first steps with a GradScaler: measure the next
             self._times.pop()
             return
         under_way = self._left[0].spec
-        self._left = [Trial(t.spec, error) for t, error in zip(self._left, found, strict=True) if error <= self.target]
+        self._left = [Trial(t.spec, error) for t, error in zip(self._left, agreed, strict=True) if error <= self.target]
         if self._left[0].spec != under_way:
             self._times = []
 
@@ -124,7 +129,7 @@ class Auto:
 
 
 def parse(spec: str) -> float | None:
-    """The error target of `auto` or `auto:error=0.1`; None for any other spec."""
+    """Return the error target of `auto` or `auto:error=0.1`; None for any other spec."""
     name, given = split(spec)
     if name != "auto":
         return None

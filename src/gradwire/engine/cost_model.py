@@ -26,14 +26,14 @@ LONG_ENOUGH = 0.005  # seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a link among all its ranks at once."""
+    """The speed of a link, while all its ranks use it at once."""
 
     latency: float  # seconds of an exchange of a few bytes
     rate: float  # bytes that a rank receives in a second
 
     @classmethod
     def measure(cls, link: Link) -> Speed:
-        """The same on all ranks; takes some milliseconds."""
+        """Measure the link, which takes some milliseconds; all ranks call it, and get the same figures."""
         latency = _least_seconds(link, 8, ROUNDS)
         rate = 0.0
         for size in PROBES:
@@ -45,9 +45,9 @@ class Speed:
 
 
 def _least_seconds(link: Link, size: int, rounds: int) -> float:
-    """Of the slowest rank, so that all go by the same figure."""
-    own = struct.pack("<d", min(_seconds(link, size) for _ in range(rounds)))
-    return max(struct.unpack("<d", other)[0] for other in link.gather_short(own))
+    """Return the best time of the slowest rank, so that all ranks go by the same figure."""
+    best = struct.pack("<d", min(_seconds(link, size) for _ in range(rounds)))
+    return max(float(struct.unpack("<d", of_rank)[0]) for of_rank in link.gather_short(best))
 
 
 def _seconds(link: Link, size: int) -> float:
@@ -61,7 +61,7 @@ def _seconds(link: Link, size: int) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Of one step, by one rank."""
+    """What one rank does in one step."""
 
     frame_bytes: float
     messages: float
@@ -69,14 +69,17 @@ class Load:
     decode_s: float  # of one rank's frames
 
     def all_gather_s(self, speed: Speed, world: int) -> float:
+        """Return the seconds of a step by all-gather."""
         wire = self.messages * speed.latency + (world - 1) * self.frame_bytes / speed.rate
         return wire + self.encode_s + world * self.decode_s
 
     def scatter_reduce_s(self, speed: Speed, world: int) -> float:
+        """Return the seconds of a step by scatter-reduce."""
         moved = 2 * (world - 1) / world * self.frame_bytes
         wire = 2 * self.messages * speed.latency + moved / speed.rate
         return wire + (1 + 1 / world) * self.encode_s + 2 * self.decode_s
 
 
 def all_reduce_s(entries: int, speed: Speed, world: int) -> float:
+    """Return the seconds of a plain fp32 all-reduce of so many entries."""
     return 2 * (world - 1) * speed.latency + 2 * (world - 1) / world * 4 * entries / speed.rate

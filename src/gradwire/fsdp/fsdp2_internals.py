@@ -52,7 +52,8 @@ class ShardedModule:
     @property
     def divide_factor(self) -> float | None:
         """By what the user has the sum of gradients divided; None for the number of ranks."""
-        return self._group.gradient_divide_factor
+        factor: float | None = self._group.gradient_divide_factor
+        return factor
 
     def current_layout(self) -> ShardLayout:
         """Return the layout of the parameters which require gradients now."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import operator
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
@@ -37,14 +35,14 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import describe
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.link import Link
-from gradwire.catalogue.spec_by_name import Spec, parse_spec
+from gradwire.catalogue.spec_by_name import Spec
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.local_sgd.buffers import Buffers
+from gradwire.local_sgd.checks import check_model, checked_steps, divide_spec, trainable
 from gradwire.local_sgd.sync_round import SyncRound
 
-BUFFERS = "buffer:"  # patterns of a dict spec that begin so are for buffers
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 Schedule = int | Callable[[int], int]
 
@@ -69,20 +67,20 @@ class LocalSGD:
         outer: Outer | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
-        _check(model, optimizer)
+        check_model(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        spec, of_buffers = _divide_spec(spec)
+        spec, of_buffers = divide_spec(spec)
         self.recipes = ModelRecipes(spec)
         self.memories, self.ledger = WorkerMemories(), StepLedger()
         self._group = process_group
         self._round: SyncRound | None = None  # from the first block on, when the ranks have met
         self._wait_s = 0.0  # that the training stood still for the exchange
-        self._parameters = _trainable(model)
+        self._parameters = trainable(model)
         self._check_recipes()
         slowest = max(self.recipes.by_pattern.values(), key=lambda recipe: recipe.sync_every)
         self.sync_every: Schedule = slowest.sync_schedule if sync_every is None else sync_every
         if not callable(self.sync_every):
-            _checked_steps(self.sync_every)
+            checked_steps(self.sync_every)
         # The common parameters: those of the last sync, the same on all ranks, in fp32 at least.
         self._anchor = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
@@ -145,7 +143,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _start_alike(self) -> None:
-        """All ranks start from the same parameters and buffers: rank 0's, which travel only if they differ."""
+        """Start all ranks from the same parameters and buffers: rank 0's, which travel only if they differ."""
         if self.pending == 0:
             loaded = [] if self._resumed else self._loaded()
             for name in loaded:
@@ -172,7 +170,7 @@ class LocalSGD:
         self._started, self._resumed = True, False
 
     def _loaded(self) -> list[str]:
-        """Parameters that are not where this rank left them, such as by loading a model between two blocks."""
+        """Return the parameters that changed between two blocks, such as by loading a model."""
         return [
             name
             for name, p in self._parameters.items()
@@ -180,7 +178,7 @@ class LocalSGD:
         ]
 
     def _digest(self) -> bytes:
-        """What differs where ranks have other numbers in them."""
+        """Return bytes that differ where ranks have other numbers in their parameters and buffers."""
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
         # Integer buffers count the steps of a rank, and may differ later.
         integers = [] if self._started else [b for b in self.model.buffers() if not b.is_floating_point()]
@@ -194,7 +192,7 @@ class LocalSGD:
         self.pending += 1
         self.dense_bytes += 4 * self.recipes.total
         every = self.sync_every(self.steps) if callable(self.sync_every) else self.sync_every
-        if self.pending >= _checked_steps(every):
+        if self.pending >= checked_steps(every):
             self._sync()
 
     def sync(self) -> None:
@@ -212,7 +210,7 @@ class LocalSGD:
         The `last` sync sends a larger part of what is left in the error memories, since no step is to follow; the model
         is at the common parameters then.
         """
-        if set(_trainable(self.model)) != set(self._parameters):
+        if set(trainable(self.model)) != set(self._parameters):
             raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
         means = {
             name: _difference(p, self._anchor[name] if last else self._beginning(name))
@@ -256,7 +254,7 @@ class LocalSGD:
         return all(update.left for update in arrived)
 
     def _move(self, means: dict[str, torch.Tensor]) -> None:
-        """The common parameters make an outer step along the mean update."""
+        """Move the common parameters by an outer step along the mean update."""
         for name, mean in means.items():
             self._anchor[name].grad = -mean.to(self._anchor[name].dtype)
         self._outer.step()
@@ -264,11 +262,11 @@ class LocalSGD:
             anchor.grad = None
 
     def _has_rest(self, name: str, entries: int) -> bool:
-        """Whether a last exchange has something to send of this parameter."""
+        """Return whether the last sync has something to send of this parameter."""
         return self.recipes.of(name).flush > 0 and self.recipes.of_tensor(name, entries).decay > 0
 
     def _beginning(self, name: str) -> torch.Tensor:
-        """Where this rank goes on from after a sync: the common parameters and `ahead` times what it did not send."""
+        """Return where this rank goes on from after a sync: the common parameters and `ahead` times what it has not sent."""
         ahead, memory = self.recipes.of(name).ahead, self.memories.errors.memory.get(name)
         anchor = self._anchor[name]
         return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
@@ -278,7 +276,7 @@ class LocalSGD:
             parameter.copy_(self._beginning(name))
 
     def _take_common(self) -> None:
-        """The model has the parameters and buffers that all ranks share."""
+        """Give the model the parameters and buffers that all ranks share."""
         for name, parameter in self._parameters.items():
             parameter.copy_(self._anchor[name])
         self._buffers.take()
@@ -288,7 +286,7 @@ class LocalSGD:
     @contextmanager
     @torch.no_grad()
     def common_parameters(self) -> Iterator[None]:
-        """For evaluation between syncs: while it lasts, the model has the parameters and buffers that all ranks share.
+        """Give the model the common parameters and buffers while the block lasts, for evaluation between syncs.
 
         What is done to them in the meantime is undone.
         """
@@ -302,7 +300,7 @@ class LocalSGD:
                 tensor.copy_(before)
 
     def stats(self) -> dict[str, float]:
-        """Totals of this rank; `dense_bytes` is what fp32 gradients of all local steps would have been."""
+        """Return the totals of this rank; `dense_bytes` is what fp32 gradients of all local steps would have been."""
         figures, link = self.ledger.stats(), None if self._round is None else self._link
         return {
             "steps": self.steps - self._steps_before,
@@ -316,7 +314,7 @@ class LocalSGD:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's error memory, its place between two syncs, the common parameters and the outer optimizer.
+        """Return this rank's error memory, its place between two syncs, the common parameters and the outer optimizer.
 
         Save the model and the optimizer of every rank beside it: between syncs they differ.
         """
@@ -332,6 +330,7 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state of this rank; before the `with` block."""
         if self._hook is not None:
             raise GradwireError("load the state before the `with` block")
         for key, own in (("anchor", self._anchor), ("buffers", self._buffers.common)):
@@ -355,7 +354,7 @@ class LocalSGD:
 
 
 def _remind(*_: object) -> None:
-    """Until the block is entered for the first time. It keeps no hold of the LocalSGD, which may be gone."""
+    """Warn of steps before the block is entered for the first time. It keeps no hold of the LocalSGD."""
     warnings.warn(
         "the optimizer steps outside of the LocalSGD block, so nothing is exchanged: use `with LocalSGD(…):`",
         stacklevel=3,
@@ -363,44 +362,5 @@ def _remind(*_: object) -> None:
 
 
 def _difference(parameter: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """What local steps have added since the parameter was the anchor, rounded to its own dtype."""
+    """Return what local steps have added since the parameter was the anchor, rounded to its own dtype."""
     return (parameter.to(anchor.dtype) - anchor.to(parameter.dtype).to(anchor.dtype)).float()
-
-
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _divide_spec(spec: Spec) -> tuple[Spec, dict[str, Any]]:
-    """What is for parameters, and the recipes for buffers."""
-    if not isinstance(spec, Mapping):
-        return spec, {}
-    of_buffers = {p[len(BUFFERS) :]: s for p, s in spec.items() if isinstance(p, str) and p.startswith(BUFFERS)}
-    others = {p: s for p, s in spec.items() if not (isinstance(p, str) and p.startswith(BUFFERS))}
-    return others, parse_spec(of_buffers) if of_buffers else {}
-
-
-def _checked_steps(every: Any) -> int:
-    try:
-        if isinstance(every, bool) or operator.index(every) < 1:
-            raise TypeError
-    except TypeError:
-        raise SpecError(f"sync_every must be 1 or more steps, or a function of the step to it, not {every!r}") from None
-    return operator.index(every)
-
-
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(model, nn.Module):
-        raise GradwireError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise GradwireError("LocalSGD takes the place of DistributedDataParallel: pass the model itself")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise GradwireError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not held & {id(p) for p in _trainable(model).values()}:
-        raise GradwireError("the optimizer holds no trainable parameter of the model")
-    if not held <= {id(p) for p in model.parameters()}:
-        raise GradwireError(
-            "the optimizer holds parameters that are not the model's, and would not be synced: "
-            "put all modules that it trains into one, such as nn.ModuleList([model, head])"
-        )

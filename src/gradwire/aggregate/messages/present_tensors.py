@@ -22,11 +22,13 @@ LOOK = 64  # entries that tell of nearly all gradients that they are not zero
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
+    """Return whether all entries are zero; of most tensors the first few entries tell."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
     return not bool(flat[:LOOK].any()) and not bool(flat.any())
 
 
 def pack(present: Sequence[bool]) -> bytes:
+    """Return the front of a message that carries the tensors whose flags are set."""
     if all(present):
         return b"\0"
     bits = np.packbits(np.array(present), bitorder="little").tobytes()
@@ -34,12 +36,12 @@ def pack(present: Sequence[bool]) -> bytes:
 
 
 def most_bytes(count: int) -> int:
-    """Of what `pack` makes of so many."""
+    """Return the most bytes that `pack` makes of so many flags."""
     return 1 + -(-count // 8) + CHECKSUM
 
 
 def unpack(message: np.ndarray, count: int) -> tuple[list[bool], np.ndarray]:
-    """Which of the tensors are there, and the rest of the message."""
+    """Return which of the tensors the message carries, and what follows; a FrameError if it is damaged."""
     if not len(message):
         raise FrameError("the message is empty")
     if message[0] == 0:

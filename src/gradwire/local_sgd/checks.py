@@ -1,0 +1,58 @@
+"""What LocalSGD asks of a model, an optimizer and a spec."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.catalogue.spec_by_name import Recipes, Spec, parse_spec
+from gradwire.errors import GradwireError, SpecError
+
+BUFFERS = "buffer:"  # patterns of a dict spec that begin so are for buffers
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def divide_spec(spec: Spec) -> tuple[Spec, Recipes]:
+    """Return the part of a spec that is for parameters, and the recipes of buffers."""
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    of_buffers = {p[len(BUFFERS) :]: s for p, s in spec.items() if isinstance(p, str) and p.startswith(BUFFERS)}
+    others = {p: s for p, s in spec.items() if not (isinstance(p, str) and p.startswith(BUFFERS))}
+    return others, parse_spec(of_buffers) if of_buffers else {}
+
+
+def checked_steps(every: Any) -> int:
+    """Return a number of steps as an int, or raise SpecError if it is not one."""
+    try:
+        if isinstance(every, bool) or operator.index(every) < 1:
+            raise TypeError
+    except TypeError:
+        raise SpecError(f"sync_every must be 1 or more steps, or a function of the step to it, not {every!r}") from None
+    return operator.index(every)
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise GradwireError unless the model and the optimizer belong together, and are not in DDP."""
+    if not isinstance(model, nn.Module):
+        raise GradwireError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise GradwireError("LocalSGD takes the place of DistributedDataParallel: pass the model itself")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GradwireError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held & {id(p) for p in trainable(model).values()}:
+        raise GradwireError("the optimizer holds no trainable parameter of the model")
+    if not held <= {id(p) for p in model.parameters()}:
+        raise GradwireError(
+            "the optimizer holds parameters that are not the model's, and would not be synced: "
+            "put all modules that it trains into one, such as nn.ModuleList([model, head])"
+        )
