@@ -23,8 +23,11 @@ class Residual:
     def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(memory to read, memory to write) of a parameter; the second counts only after `commit`."""
         if name not in self.memory:
-            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32)
+            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
         memory = self.memory[name]
+        if memory.device != gradient.device:  # of a checkpoint, or of a recipe without kernels for that device
+            memory = self.memory[name] = memory.to(gradient.device)
+            self._spare.pop(name, None)
         if memory.shape != gradient.shape:
             raise GradwireError(
                 f"error memory of {name!r} has shape {tuple(memory.shape)}, its gradient {tuple(gradient.shape)}"

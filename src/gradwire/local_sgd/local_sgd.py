@@ -266,7 +266,7 @@ class LocalSGD:
         return self.recipes.of(name).flush > 0 and self.recipes.of_tensor(name, entries).decay > 0
 
     def _beginning(self, name: str) -> torch.Tensor:
-        """Return where this rank goes on from after a sync: the common parameters and `ahead` times what it has not sent."""
+        """Return where this rank goes on from after a sync: the common parameters, plus a part of its error memory."""
         ahead, memory = self.recipes.of(name).ahead, self.memories.errors.memory.get(name)
         anchor = self._anchor[name]
         return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)

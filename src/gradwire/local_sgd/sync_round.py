@@ -71,7 +71,7 @@ class SyncRound:
 
         `clock` is the step that schedules go by, and `last` means that no step is to follow.
         """
-        host_copies, tensors = HostCopies(), list(updates.items())
+        host_copies, tensors = HostCopies(self.coder.recipes), list(updates.items())
         parts = host_copies.of_parts(whole_tensors(tensors), host_copies.mark_ready(tensors))
         plans = self.coder.recipes.plan_frames(parts, clock, last)
         block, length = self.encode(plans if send else [], LEFT * left | SENT * send, with_buffers)

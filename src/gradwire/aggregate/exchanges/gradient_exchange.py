@@ -57,7 +57,7 @@ class GradientExchange:
         self.wait_s = 0.0  # how long the training stood still for the exchange
         self.messages = 0  # sent since the last `use`
         self._loss_scale = loss_scale
-        self._thread, self._host_copies = ExchangeThread(), HostCopies()
+        self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
         self._broken: AggregateError | None = None  # why the link cannot be used any more
         self._tensors = StepTensors(coder.memories, shared_host=host is not None)
         self._partial_messages = PartialMessages(coder, self._tensors)

@@ -37,7 +37,9 @@ class ShardMemory:
                 if part.name in self._loaded:
                     loaded = self._loaded[part.name].reshape(-1)[part.lo : part.hi]
                     self.errors.replace(part.key, loaded.clone())
-            shards.append(TensorPart(part.key, torch.empty(part.size, dtype=dtype), 0, part.size))
+            shards.append(
+                TensorPart(part.key, torch.empty(part.size, dtype=dtype, device=part.tensor.device), 0, part.size)
+            )
         return FramePlan(plan.recipe, plan.codec, shards)
 
     def rescale(self, factor: float) -> None:

@@ -1,6 +1,7 @@
-"""Tensors as the exchange wants them: contiguous, and on the CPU, where the native kernels are.
+"""Tensors as the exchange wants them: contiguous, and on a device that has kernels for their codec.
 
-Most are already, and are averaged in place. Others are copied, and get their means back at the end of the step.
+Most are already, and are averaged in place. Others are copied to the CPU, where there are kernels for every codec, and
+get their means back at the end of the step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import NamedTensors, TensorPart
 
 
@@ -20,11 +22,13 @@ class HostCopies:
     the exchange. Copies from a GPU go to pinned memory, which is kept for the next step, on a stream of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipes: ModelRecipes) -> None:
+        self._recipes = recipes
         self.tensors: dict[str, torch.Tensor] = {}  # of this step
         self._originals: dict[str, torch.Tensor] = {}  # of those that were copied
         self._pinned: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
+        self._resident: torch.device | None = None  # a GPU on which tensors are averaged where they are
 
     def mark_ready(self, tensors: NamedTensors) -> torch.cuda.Event | None:
         """Return an event behind which the tensors hold their values; None if none of them is on a GPU."""
@@ -37,16 +41,21 @@ class HostCopies:
 
     def of_parts(self, parts: Sequence[TensorPart], ready: torch.cuda.Event | None) -> list[TensorPart]:
         """Return the same parts of the tensors that the exchange works on, when `ready` has come."""
-        return [replace(part, tensor=self._copy_of(part.name, part.tensor, ready)) for part in parts]
+        return [replace(part, tensor=self._copy_of(part, ready)) for part in parts]
 
-    def _copy_of(self, name: str, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
+    def _copy_of(self, part: TensorPart, ready: torch.cuda.Event | None) -> torch.Tensor:
+        name = part.name
         if name not in self.tensors:
-            tensor = tensor.detach()
+            tensor = part.tensor.detach()
             copy = tensor
-            if tensor.is_cuda:
-                copy = self._from_gpu(name, tensor, ready)
-            elif not tensor.is_contiguous():
-                copy = tensor.contiguous()
+            if not self._recipes.of_part(part).codec.runs_on(tensor.device):
+                copy = self._from_gpu(name, tensor, ready) if tensor.is_cuda else tensor.cpu()
+            elif tensor.is_cuda:  # this thread's stream does the work where the tensor is
+                self._resident = tensor.device
+                if ready is not None:
+                    torch.cuda.current_stream(tensor.device).wait_event(ready)
+            if not copy.is_contiguous():
+                copy = copy.contiguous()
             if copy is not tensor:
                 self._originals[name] = tensor
             self.tensors[name] = copy
@@ -72,6 +81,8 @@ class HostCopies:
                 original.copy_(self.tensors[name], non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+        if self._resident is not None:
+            torch.cuda.current_stream(self._resident).synchronize()
 
     def clear(self) -> None:
         """Forget the tensors of this step."""

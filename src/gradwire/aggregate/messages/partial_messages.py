@@ -64,8 +64,11 @@ class PartialMessages:
         self, sender: int, frames: np.ndarray, plans: list[FramePlan], weight: float
     ) -> Iterator[torch.Tensor]:
         """Yield what a message says of each of its parts, times `weight`."""
-        wide = [torch.promote_types(plan.parts[0].tensor.dtype, torch.float32) for plan in plans]
-        targets = [torch.empty(sum(plan.sizes), dtype=dtype) for plan, dtype in zip(plans, wide, strict=True)]
+        targets = []
+        for plan in plans:
+            first = plan.parts[0].tensor
+            wide = torch.promote_types(first.dtype, torch.float32)
+            targets.append(torch.empty(sum(plan.sizes), dtype=wide, device=first.device))
         self.coder.decode(sender, frames, plans, targets, weight, accumulate=False)
         for plan, target in zip(plans, targets, strict=True):
             yield from target.split(plan.sizes)
