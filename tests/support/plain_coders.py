@@ -1,4 +1,4 @@
-"""Coders and models as docs/wire-format.md has them ("Symbols", "rANS"), word for word and slowly.
+"""The coders and models of docs/wire-format.md ("How symbols are coded", "The rANS coder"), to the letter and slowly.
 
 Shares no code with gradwire (only the shipped GenNorm tables, which are data), and checks next to nothing.
 """
