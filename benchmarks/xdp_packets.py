@@ -17,7 +17,7 @@ import sys
 import time
 
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet import packet_format, siphash
 from gradwire.aggregator.packet.packet_format import Kind, Packet
 from gradwire.aggregator.xdp import libbpf
 from gradwire.aggregator.xdp.engine import XdpEngine
@@ -87,7 +87,7 @@ def native_code() -> float:
     taken = []
     for _ in range(2000):
         begin = time.perf_counter_ns()
-        packet_format.code(KEY, message)
+        siphash.code(KEY, message)
         taken.append(time.perf_counter_ns() - begin)
     return statistics.median(taken)
 
@@ -109,7 +109,7 @@ def main() -> None:
     engine.open(Session(SESSION, KEY, tuple((f"10.88.0.{worker + 1}", 7000) for worker in range(WORKERS)), SLOTS))
     for name, taken in measure(engine.program).items():
         print(f"{taken:7.0f} ns  {name}")
-    print(f"{native_code():7.0f} ns  the code of such a packet by {packet_format.code.__module__}, called from Python")
+    print(f"{native_code():7.0f} ns  the code of such a packet by {siphash.code.__module__}, called from Python")
     engine.shut()
 
 

@@ -16,7 +16,9 @@ constexpr size_t kMostControl = 256;   // packets handed on by one poll
 constexpr size_t kMostStrangers = 4;   // … of those that belong to no session
 constexpr size_t kMostControlBytes = 256;
 
-bool is_for_control_plane(uint8_t kind) { return kind == kHello || kind == kJoin || kind == kLeave || kind == kAsk; }
+bool is_for_control_plane(uint8_t kind) {
+    return kind == KIND_HELLO || kind == KIND_JOIN || kind == KIND_LEAVE || kind == KIND_ASK;
+}
 
 Bank* make_banks(uint32_t slots) {
     void* memory = std::aligned_alloc(64, 2 * size_t(slots) * sizeof(Bank));
@@ -35,7 +37,7 @@ Aggregator::Aggregator(const std::string& ip, uint16_t port) {
 
 void Aggregator::open(uint32_t number, const SipKey& key, std::vector<sockaddr_in> workers, uint32_t slots) {
     size_t world = workers.size();
-    if (world < 1 || world > size_t(kMostWorkers)) throw std::invalid_argument("a session has 1 to 64 workers");
+    if (world < 1 || world > kMostWorkers) throw std::invalid_argument("a session has 1 to 64 workers");
     if (slots < 1 || slots > 65536) throw std::invalid_argument("a session has 1 to 65536 slots");
     if (sessions_.count(number)) throw std::invalid_argument("there is a session of this number");
     uint64_t everyone = world == 64 ? ~uint64_t(0) : (uint64_t(1) << world) - 1;
@@ -48,13 +50,13 @@ void Aggregator::close(uint32_t number) {
     last_ = nullptr;
 }
 
-std::vector<double> Aggregator::heard(uint32_t number) const {
+std::vector<double> Aggregator::silences(uint32_t number) const {
     auto found = sessions_.find(number);
     if (found == sessions_.end()) throw std::invalid_argument("there is no session of this number");
-    std::vector<double> ago = found->second->heard;
+    std::vector<double> seconds = found->second->last_packet;
     double now = seconds_now();
-    for (double& t : ago) t = now - t;
-    return ago;
+    for (double& t : seconds) t = now - t;
+    return seconds;
 }
 
 void Aggregator::send(const std::string& datagram, const sockaddr_in& to) {
@@ -95,15 +97,15 @@ void Aggregator::sort_out(const Arrival& arrival) {
 void Aggregator::consider(const uint8_t* packet, size_t bytes, const sockaddr_in& from) {
     if (bytes < kHeaderBytes || bytes > kPacketBytes) return void(counters_.malformed++);
     Header header = read_header(packet);
-    if (!header.is_ours() || !header.reserved_is_zero()) return void(counters_.malformed++);
-    if (header.kind() != kData) {
-        if (bytes > kMostControlBytes || !is_for_control_plane(header.kind())) return void(counters_.malformed++);
+    if (!is_ours(header) || !reserved_is_zero(header)) return void(counters_.malformed++);
+    if (header.kind != KIND_DATA) {
+        if (bytes > kMostControlBytes || !is_for_control_plane(header.kind)) return void(counters_.malformed++);
         if (control_.size() >= kMostControl) return void(counters_.dropped++);
         counters_.control++;
         control_.emplace_back(std::string(reinterpret_cast<const char*>(packet), bytes), from);
         return;
     }
-    if (bytes != kPacketBytes || header.adding > kOr) return void(counters_.malformed++);
+    if (bytes != kPacketBytes || header.operation > OPERATION_OR) return void(counters_.malformed++);
     if (!last_ || last_->number != header.session) {
         auto found = sessions_.find(header.session);
         if (found == sessions_.end()) {
@@ -131,7 +133,7 @@ void Aggregator::verify_and_apply(double now) {
             counters_.forged++;
             continue;
         }
-        c.session->heard[c.header.worker] = now;
+        c.session->last_packet[c.header.worker] = now;
         apply(c);
     }
     candidates_.clear();
@@ -151,17 +153,17 @@ void Aggregator::apply(const Candidate& packet) {
         s.again.emplace_back(h.worker, &bank);
         return;
     }
-    if (bank.seen && bank.adding != h.adding) return void(counters_.malformed++);
+    if (bank.seen && bank.operation != h.operation) return void(counters_.malformed++);
     bool first = !bank.seen;
     bank.seen |= bit;
     if (first) {
-        bank.adding = h.adding;
+        bank.operation = h.operation;
         std::memcpy(bank.words, packet.words, kPayloadBytes);
     } else {
-        (h.adding == kOr ? packet_kernels().either : packet_kernels().add)(bank.words, packet.words);
+        (h.operation == OPERATION_OR ? packet_kernels().either : packet_kernels().add)(bank.words, packet.words);
     }
     if (bank.seen != s.everyone) return;
-    bank.header = make_header(kResult, s.number, h.round, h.slot, kNobody, h.adding);
+    bank.header = make_header(KIND_RESULT, s.number, h.round, h.slot, PACKET_NOBODY, h.operation);
     if (s.complete.empty() && s.again.empty()) touched_.push_back(&s);
     s.complete.push_back(&bank);
 }

@@ -21,8 +21,8 @@ namespace gradwire {
 struct Bank {
     uint64_t seen;  // a bit for each worker
     uint32_t round;
-    uint8_t adding;
-    uint8_t unused[19];
+    uint32_t operation;
+    uint8_t unused[16];
     Header header;  // with the words behind it, the result as it is sent; written when complete
     uint32_t words[kWords];
     uint8_t* packet() { return reinterpret_cast<uint8_t*>(&header); }
@@ -36,7 +36,7 @@ struct ServedSession {
     uint64_t everyone;
     uint32_t slots;
     std::unique_ptr<Bank[], void (*)(Bank*)> banks;  // of slot s: 2s and 2s + 1
-    std::vector<double> heard;
+    std::vector<double> last_packet;                 // when each worker's last one came
     std::vector<Bank*> complete;                     // since the last flush
     std::vector<std::pair<uint16_t, Bank*>> again;   // results for one worker
 };
@@ -54,7 +54,7 @@ class Aggregator {
     void close(uint32_t number);
     std::vector<Control> poll(double seconds);
     void send(const std::string& datagram, const sockaddr_in& to);
-    std::vector<double> heard(uint32_t number) const;
+    std::vector<double> silences(uint32_t number) const;  // seconds since each worker's last packet
     const Counters& counters() const { return counters_; }
     int receive_buffer() const { return socket_.receive_buffer(); }
     sockaddr_in address() const { return socket_.own_address(); }

@@ -42,8 +42,8 @@ void AggregatorClient::begin(uint32_t session, const SipKey& key, uint16_t worke
     flights_.assign(slots, {});
     first_ = base_ = next_ = end_ = order_ = latest_ = 0;
     pace_.begin_session(std::min(double(slots), double(socket_.receive_buffer()) / kBufferOfPacket));
-    gone_ = false, left_ = kNobody, unanswered_ = 0;
-    told_.clear();
+    gone_ = false, left_ = PACKET_NOBODY, unanswered_ = 0;
+    silences_.clear();
 }
 
 const uint8_t* AggregatorClient::body_of(size_t packet, const OperationWords& w) {
@@ -69,8 +69,8 @@ size_t AggregatorClient::send_some(const uint64_t* packets, size_t count, const 
     uint64_t codes[kTrain];
     for (size_t i = 0; i < count; i++) {
         size_t in_operation = packets[i] - first_;
-        Header h = make_header(kData, session_, uint32_t(packets[i] / slots_), uint16_t(packets[i] % slots_), worker_,
-                               in_operation < w.either_packets() ? kOr : kAdd);
+        Header h = make_header(KIND_DATA, session_, uint32_t(packets[i] / slots_), uint16_t(packets[i] % slots_), worker_,
+                               in_operation < w.either_packets() ? OPERATION_OR : OPERATION_ADD);
         std::memcpy(headers_[i], &h, sizeof h);
         coded[i] = {headers_[i], body_of(in_operation, w), key_};
         pieces[2 * i] = {headers_[i], kHeaderBytes};
@@ -128,13 +128,13 @@ void AggregatorClient::receive_all(const OperationWords* w, double now) {
 void AggregatorClient::consider(const uint8_t* packet, size_t bytes, const OperationWords* w) {
     if (bytes < kHeaderBytes) return;
     Header h = read_header(packet);
-    if (!h.is_ours() || !h.reserved_is_zero() || h.session != session_) return;
-    if (h.kind() != kResult) return control(packet, bytes, h.kind());
-    if (!w || bytes != kPacketBytes || h.worker != kNobody || h.slot >= slots_) return;
+    if (!is_ours(h) || !reserved_is_zero(h) || h.session != session_) return;
+    if (h.kind != KIND_RESULT) return control(packet, bytes, h.kind);
+    if (!w || bytes != kPacketBytes || h.worker != PACKET_NOBODY || h.slot >= slots_) return;
     // The only packet of this slot that can be under way.
     uint64_t n = base_ + (h.slot + slots_ - base_ % slots_) % slots_;
     if (n >= next_ || uint32_t(n / slots_) != h.round || flight(n).arrived) return;
-    if (h.adding != (n - first_ < w->either_packets() ? kOr : kAdd)) return;
+    if (h.operation != (n - first_ < w->either_packets() ? OPERATION_OR : OPERATION_ADD)) return;
     candidates_.push_back({n, packet + kHeaderBytes, h.code});
 }
 
@@ -175,14 +175,14 @@ void AggregatorClient::settle(const OperationWords& w, double now) {
 void AggregatorClient::control(const uint8_t* packet, size_t bytes, uint8_t kind) {
     Header h = read_header(packet);
     size_t payload = bytes - kHeaderBytes;
-    if (kind == kGone && payload == 8 && code_of(shared_, packet, bytes) == h.code) {
-        uint32_t of, worker;
-        std::memcpy(&of, packet + kHeaderBytes, 4);
-        std::memcpy(&worker, packet + kHeaderBytes + 4, 4);
-        if (of == session_) gone_ = true, left_ = worker, valid_ = seconds_now(), unanswered_ = 0;
-    } else if (kind == kTell && payload <= 2 * kMostWorkers && payload % 2 == 0 && code_of(key_, packet, bytes) == h.code) {
-        told_.resize(payload / 2);
-        if (payload) std::memcpy(told_.data(), packet + kHeaderBytes, payload);
+    if (kind == KIND_GONE && payload == sizeof(packet_gone) && code_of(shared_, packet, bytes) == h.code) {
+        packet_gone gone;
+        std::memcpy(&gone, packet + kHeaderBytes, sizeof gone);
+        if (gone.session == session_) gone_ = true, left_ = gone.worker, valid_ = seconds_now(), unanswered_ = 0;
+    } else if (kind == KIND_TELL && payload <= 2 * kMostWorkers && payload % 2 == 0 &&
+               code_of(key_, packet, bytes) == h.code) {
+        silences_.resize(payload / 2);
+        if (payload) std::memcpy(silences_.data(), packet + kHeaderBytes, payload);
         valid_ = seconds_now();
         unanswered_ = 0;
     }
@@ -219,15 +219,15 @@ void AggregatorClient::send_short(uint8_t kind) {
 }
 
 void AggregatorClient::ask() {
-    send_short(kAsk);
+    send_short(KIND_ASK);
     unanswered_++;
 }
 
-void AggregatorClient::leave() { send_short(kLeave); }
+void AggregatorClient::leave() { send_short(KIND_LEAVE); }
 
 double AggregatorClient::result_age() const { return first_result_ ? seconds_now() - progress_ : -1; }
 
-Outcome AggregatorClient::glance() {
+Outcome AggregatorClient::look_for_end() {
     receive_all(nullptr, 0);
     return gone_ ? Outcome::gone : Outcome::done;
 }
@@ -246,7 +246,7 @@ Outcome AggregatorClient::run(const OperationWords& w, double timeout, double si
     unanswered_ = 0;
     candidates_.clear();
     while (base_ < end_) {
-        if (gone_ && (left_ == kNobody || now - progress_ > kFarewell)) return Outcome::gone;
+        if (gone_ && (left_ == PACKET_NOBODY || now - progress_ > kFarewell)) return Outcome::gone;
         if (stop_) return Outcome::stopped;
         if (now - progress_ > timeout) return Outcome::late;
         if (now - valid_ > silence && unanswered_ >= 3) return Outcome::silent;

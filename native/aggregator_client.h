@@ -39,14 +39,14 @@ class AggregatorClient {
     Outcome run(const OperationWords& words, double timeout, double silence);
     void ask();
     void leave();
-    Outcome glance();  // looks at what has come between operations: `gone`, or `done`
+    Outcome look_for_end();  // reads what has come between operations: `gone` if the session has ended, else `done`
     void stop() { stop_ = true; }
     bool stopped() const { return stop_; }
     double result_age() const;  // seconds since the last result of the last operation; -1 if there was none
 
-    // Since `begin`: milliseconds since each worker was heard, as the aggregator told (empty: it did not); the worker that
-    // left, or 65535.
-    const std::vector<uint16_t>& told() const { return told_; }
+    // Since `begin`: milliseconds since each worker's last packet, as the aggregator said in its last TELL (empty if it
+    // sent none); the worker that left, or 65535.
+    const std::vector<uint16_t>& silences() const { return silences_; }
     uint32_t who_left() const { return left_; }
 
     std::atomic<uint64_t> bytes_sent{0}, bytes_received{0}, resent{0}, forged{0};
@@ -79,8 +79,8 @@ class AggregatorClient {
     uint16_t worker_ = 0;
     std::atomic<bool> stop_{false};
     bool refused_ = false, gone_ = false, full_ = false;
-    uint32_t left_ = kNobody;
-    std::vector<uint16_t> told_;
+    uint32_t left_ = PACKET_NOBODY;
+    std::vector<uint16_t> silences_;
 
     // The operation under way. Packets are counted from the start of the session; `first_` is its first.
     uint64_t first_ = 0, base_ = 0, next_ = 0, end_ = 0;  // base_: the first without a result; next_: the first not sent

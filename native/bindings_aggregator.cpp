@@ -70,7 +70,7 @@ void bind_engine(nb::module_& m) {
         .def("send", [](Aggregator& a, nb::bytes datagram, const Address& to) {
             a.send(string_from(datagram), make_address(to.first, to.second));
         })
-        .def("heard", &Aggregator::heard)
+        .def("silences", &Aggregator::silences)
         .def("receive_buffer", &Aggregator::receive_buffer)
         .def("counters", [](const Aggregator& a) { return dict_from(a.counters()); })
         .def("address", [](const Aggregator& a) { return address_from(a.address()); });
@@ -100,11 +100,11 @@ void bind_client(nb::module_& m) {
         .def("run", &run)
         .def("ask", &AggregatorClient::ask)
         .def("leave", &AggregatorClient::leave)
-        .def("glance", [](AggregatorClient& c) { return name_of(c.glance()); })
+        .def("look_for_end", [](AggregatorClient& c) { return name_of(c.look_for_end()); })
         .def("stop", &AggregatorClient::stop)
         .def("stopped", &AggregatorClient::stopped)
         .def("result_age", &AggregatorClient::result_age)
-        .def("told", &AggregatorClient::told)
+        .def("silences", &AggregatorClient::silences)
         .def("who_left", &AggregatorClient::who_left)
         .def_prop_ro("bytes_sent", [](const AggregatorClient& c) { return c.bytes_sent.load(); })
         .def_prop_ro("bytes_received", [](const AggregatorClient& c) { return c.bytes_received.load(); })

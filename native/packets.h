@@ -1,43 +1,25 @@
-// The packets of docs/aggregator.md: sizes, kinds, and the message code over many packets at once.
+// What the native module does with packets (their format is that of packet_format.h): headers, and the message code of
+// many packets at once.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "packet_format.h"
 #include "siphash.h"
 
 namespace gradwire {
 
-constexpr size_t kHeaderBytes = 32, kCodedHeader = 24, kWords = 336, kPayloadBytes = 4 * kWords;
-constexpr size_t kPacketBytes = kHeaderBytes + kPayloadBytes;
-constexpr size_t kIpAndUdp = 28;  // bytes of IPv4 and UDP headers: what an interface counts beside the packet
-constexpr uint32_t kMagicVersion = 'G' | 'W' << 8 | 1 << 16;
-constexpr uint16_t kNobody = 65535;
-constexpr int kMostWorkers = 64;
-static_assert(kPacketBytes == 1376, "what docs/aggregator.md says");
+// The constants of packet_format.h as sizes: those of an enum are ints, which std::min and others do not mix with sizes.
+constexpr size_t kHeaderBytes = PACKET_HEADER_BYTES, kCodedHeader = PACKET_CODED_BYTES, kWords = PACKET_WORDS;
+constexpr size_t kPacketBytes = PACKET_BYTES, kPayloadBytes = kPacketBytes - kHeaderBytes;
+constexpr size_t kIpAndUdp = PACKET_IP_AND_UDP_BYTES, kMostWorkers = PACKET_MOST_WORKERS;
 
-enum Kind : uint8_t { kHello = 1, kJoin = 3, kData = 7, kResult = 8, kLeave = 9, kGone = 10, kAsk = 11, kTell = 12 };
-enum Adding : uint8_t { kAdd = 0, kOr = 1 };
+using Header = packet_header;
 
-// Loads and stores are of the machine's order: this is for little-endian machines (checked where it is compiled).
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "packets are little-endian");
-struct Header {
-    uint32_t magic_version_kind;  // the kind is the last byte
-    uint32_t session, round;
-    uint16_t slot, worker;
-    uint8_t adding, zeros[7];
-    uint64_t code;
-
-    uint8_t kind() const { return uint8_t(magic_version_kind >> 24); }
-    bool is_ours() const { return (magic_version_kind & 0xffffff) == kMagicVersion; }
-    bool reserved_is_zero() const {
-        uint64_t word;
-        std::memcpy(&word, &adding, 8);
-        return word >> 8 == 0;
-    }
-};
-static_assert(sizeof(Header) == kHeaderBytes, "packed as it travels");
+inline bool is_ours(const Header& h) { return h.magic == PACKET_MAGIC && h.version == PACKET_VERSION; }
+inline bool reserved_is_zero(const Header& h) { return h.operation >> 8 == 0; }
 
 inline Header read_header(const uint8_t* packet) {
     Header h;
@@ -45,13 +27,30 @@ inline Header read_header(const uint8_t* packet) {
     return h;
 }
 
-inline Header make_header(uint8_t kind, uint32_t session, uint32_t round, uint16_t slot, uint16_t worker, uint8_t adding) {
-    return {kMagicVersion | uint32_t(kind) << 24, session, round, slot, worker, adding, {}, 0};
+inline Header make_header(uint8_t kind, uint32_t session, uint32_t round, uint16_t slot, uint16_t worker,
+                          uint64_t operation) {
+    return {PACKET_MAGIC, PACKET_VERSION, kind, session, round, slot, worker, operation, 0};
 }
 
 // The code of any packet: bytes 0 to 23, then the payload.
 inline uint64_t code_of(const SipKey& key, const uint8_t* packet, size_t bytes) {
     return siphash(key, packet, kCodedHeader, packet + kHeaderBytes, bytes - kHeaderBytes);
 }
+
+// A packet of data whose code is wanted: the coded part of its header, and its words, which need not lie behind it.
+struct ToCode {
+    const uint8_t *head, *body;
+    SipKey key;
+};
+
+// What is done to every packet, once for each instruction set.
+struct PacketKernels {
+    void (*codes)(const ToCode* packets, size_t count, uint64_t* out);
+    void (*add)(uint32_t* sum, const uint8_t* words);  // kWords of them
+    void (*either)(uint32_t* sum, const uint8_t* words);
+};
+
+const PacketKernels& packet_kernels();  // the ones that belong to kernels()
+extern const PacketKernels avx2_packets, avx512_packets;
 
 }  // namespace gradwire

@@ -64,20 +64,4 @@ inline uint64_t siphash(const SipKey& key, const uint8_t* head, size_t head_byte
     return state.v0 ^ state.v1 ^ state.v2 ^ state.v3;
 }
 
-// A packet of data: 24 bytes of header, 1344 of payload, which need not lie behind it.
-struct ToCode {
-    const uint8_t *head, *body;
-    SipKey key;
-};
-
-// What is done to every packet, once for each instruction set.
-struct PacketKernels {
-    void (*codes)(const ToCode* packets, size_t count, uint64_t* out);
-    void (*add)(uint32_t* sum, const uint8_t* words);  // 336 of them
-    void (*either)(uint32_t* sum, const uint8_t* words);
-};
-
-const PacketKernels& packet_kernels();  // the ones that belong to kernels()
-extern const PacketKernels avx2_packets, avx512_packets;
-
 }  // namespace gradwire

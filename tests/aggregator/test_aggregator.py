@@ -17,7 +17,7 @@ from gradwire.aggregate.sums import aggregator_join
 from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator import keys
 from gradwire.aggregator.jobs import Limits
-from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet import siphash
 from gradwire.aggregator.packet.packet_format import WORDS, Kind, Packet
 from support.aggregation import JOB, KEY, at_once, equal, joined, serving, some_words, sums
 
@@ -30,7 +30,7 @@ SIPHASH = {15: 0xA129CA6149BE45E5, 0: 0x726FDB47DD0E0E31, 1: 0x74F839C593DC67FD,
 @pytest.mark.parametrize(("length", "expected"), SIPHASH.items())
 def test_siphash_is_that_of_the_paper(length: int, expected: int) -> None:
     message = bytes(range(length))
-    assert packet_format.plain_siphash(KEY, message) == expected
+    assert siphash.plain_siphash(KEY, message) == expected
     assert native.siphash(KEY, message) == expected
 
 
@@ -42,7 +42,7 @@ def test_codes_of_many_packets_are_those_of_each(kernels: str) -> None:
             made = [Packet(Kind.DATA, 7, slot=i, worker=i, payload=os.urandom(4 * WORDS)) for i in range(count)]
             of_each = [os.urandom(16) for _ in range(count)]
             data = [packet.pack(key) for packet, key in zip(made, of_each, strict=True)]
-            expected = [packet_format.plain_siphash(key, p[:24] + p[32:]) for key, p in zip(of_each, data, strict=True)]
+            expected = [siphash.plain_siphash(key, p[:24] + p[32:]) for key, p in zip(of_each, data, strict=True)]
             assert native.packet_codes(of_each, data) == expected
     finally:
         native.use(native.available()[-1])

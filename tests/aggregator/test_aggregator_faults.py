@@ -18,7 +18,7 @@ from gradwire import AggregateError
 from gradwire.aggregate.sums import aggregator_join
 from gradwire.aggregate.sums.aggregator_client import InNetwork
 from gradwire.aggregator.engine import Session
-from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.packet import packet_format, siphash
 from gradwire.aggregator.packet.packet_format import NOBODY, PACKET_BYTES, WORDS, Kind, Packet
 from gradwire.aggregator.registry import Registry
 from gradwire.aggregator.userspace_engine import UserspaceEngine
@@ -52,7 +52,7 @@ class Bench:
                 packet = packet_format.unpack(self.sockets[worker].recv(2000))
             except BlockingIOError:
                 return found
-            assert packet.is_coded_with(SESSION_KEY) and packet.kind == Kind.RESULT and packet.worker == NOBODY
+            assert packet.has_code_of(SESSION_KEY) and packet.kind == Kind.RESULT and packet.worker == NOBODY
             found.append(packet)
 
 
@@ -150,7 +150,7 @@ def test_the_registry_survives_noise() -> None:
     for _ in range(3000):
         kind, payload = generator.randrange(16), generator.randbytes(generator.choice((0, 8, 24, 48, 63, 64, 65)))
         head = struct.pack("<2sBBIIHHB7x", b"GW", 1, kind, generator.choice((0, 1)), 0, 0, generator.randrange(70), 0)
-        coded = packet_format.code(generator.choice((KEY, SESSION_KEY)), head + payload).to_bytes(8, "little")
+        coded = siphash.code(generator.choice((KEY, SESSION_KEY)), head + payload).to_bytes(8, "little")
         registry.handle(head + coded + payload, ("127.0.0.1", generator.randrange(65536)))
         registry.handle(generator.randbytes(generator.randrange(100)), ("127.0.0.1", 1))
     assert registry.jobs == {}
@@ -263,7 +263,7 @@ def test_a_worker_that_dies_is_named_and_one_that_comes_back_is_explained() -> N
             assert "worker 2, last heard" in message and "worker 1," not in message
         assert 1 < time.monotonic() - start < 4
         done, under_way = clients[0].last()
-        assert done is not None and under_way is not None and torch.equal(under_way.add, words[1])
+        assert done is not None and under_way is not None and torch.equal(under_way.add_words, words[1])
         assert "worker 2, last heard" in fails(0)  # and stays so
 
         # All join again, but a new process has taken worker 2's place and knows nothing of operations.

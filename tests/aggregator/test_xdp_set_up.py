@@ -118,11 +118,11 @@ def test_everything_else_passes(hosts, engine):
         assert engine.counters()["unknown"] == 200
         for where, ip in ((SWITCH, hosts.address), (1, "10.88.0.2")):
             assert echo(hosts, where, ip) == b"x" * 300_000
-        heard = engine.heard(77)
-        assert len(heard) == 2
+        before = engine.silences(77)
+        assert len(before) == 2
         workers.sockets[1].send(packets(KEY, DATA, 77, 0, 0, 1, ADD, np.ones((1, WORDS), np.uint32))[0])
-        assert engine.heard(77)[1] < heard[1] < 5
-        assert engine.heard(77)[0] > heard[0]
+        assert engine.silences(77)[1] < before[1] < 5
+        assert engine.silences(77)[0] > before[0]
 
 
 def echo(hosts: XdpHosts, where: object, ip: str) -> bytes:

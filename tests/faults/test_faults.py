@@ -13,7 +13,7 @@ import pytest
 from fault_trials import KILL, STOP, Outcome, Trial, run, varied
 from gradwire import AggregateError
 from gradwire.aggregate.peers import diagnosis, handshake, roll_call, status_server
-from gradwire.aggregate.peers.handshake import compare, differences
+from gradwire.aggregate.peers.handshake import check_agreement, differences
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, SILENT, RollCall
 
 # ── killed and stopped in real processes ──────────────────────────────────────────────────────────
@@ -88,7 +88,7 @@ def meet(facts: list[dict[str, str]], tensors: list[dict[str, str]], names: list
 
     def attach(rank: int) -> str:
         try:
-            compare(room.link(rank), facts[rank], tensors[rank], RollCall(rank, names or range(world)))
+            check_agreement(room.link(rank), facts[rank], tensors[rank], RollCall(rank, names or range(world)))
         except AggregateError as error:
             return str(error)
         return ""
@@ -137,7 +137,7 @@ def test_many_differences_are_counted():
     found = differences([{}] * 2, [other, dict.fromkeys(other, "float32 (3,)")], [0, 1])
     assert len(found) == 50
     errors, _ = meet([{}] * 2, [other, dict.fromkeys(other, "float32 (3,)")])
-    assert errors[0].count("rank 1 has") == handshake.MOST
+    assert errors[0].count("rank 1 has") == handshake.MOST_LISTED
     assert "and 44 more differences" in errors[0]
 
 
@@ -163,7 +163,7 @@ def test_other_versions_are_recognized(hello, expected):
             return [message, hello]
 
     with pytest.raises(AggregateError, match=expected):
-        compare(Link(), {}, MODEL, RollCall(0, [0, 1]))
+        check_agreement(Link(), {}, MODEL, RollCall(0, [0, 1]))
 
 
 # ── the roll call ─────────────────────────────────────────────────────────────────────────────────
@@ -175,8 +175,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[RollCall]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     found = [RollCall(rank, range(3)) for rank in range(3)]
     for rank in found:
-        rank.at(diagnosis.WAITING, step=7)
-        rank.meet([r.address for r in found], found[0].board.token)
+        rank.set_activity(diagnosis.WAITING, step=7)
+        rank.start([r.address for r in found], found[0].status.token)
     deadline = time.monotonic() + 5
     while not all(rank.reaches_all for rank in found) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -193,7 +193,7 @@ def explain(rank: RollCall, error: str = "Connection closed by peer") -> str:
 
 def vanish(rank: RollCall) -> None:
     """Its process is killed: nobody listens any more."""
-    status_server.close(rank._listener)
+    status_server.close_listener(rank._listener)
 
 
 def test_who_is_gone_is_named_at_once(ranks):
@@ -224,19 +224,19 @@ def test_who_accepts_and_does_not_answer_is_stopped(ranks):
 
 def test_the_cause_that_another_rank_found_is_handed_on(ranks):
     """Only the owner of a shard sees that a message is damaged; the others see that it leaves."""
-    ranks[2].tell("rank 1 sent what this rank cannot use (checksum mismatch)")
+    ranks[2].announce_failure("rank 1 sent what this rank cannot use (checksum mismatch)")
     vanish(ranks[2])
     assert explain(ranks[0]).startswith("rank 1 sent what this rank cannot use (checksum mismatch)")
 
 
 def test_who_is_late_is_named_with_its_step(ranks):
-    ranks[1].at("computes", step=6)
+    ranks[1].set_activity("computes", step=6)
     cause = explain(ranks[0], "Timed out waiting 30000ms for recv operation to complete")
     assert "not all ranks have come to the exchange within 30 s: rank 0 waits for the others in step 7" in cause
     assert "rank 1 is alive and computes in step 6" in cause
     assert "rank 2" not in cause
     assert "rank 1 is alive and computes in step 6" in explain(ranks[2])
-    ranks[1].at(diagnosis.WAITING, step=7)  # it comes when the others have left
+    ranks[1].set_activity(diagnosis.WAITING, step=7)  # it comes when the others have left
     vanish(ranks[0])
     vanish(ranks[2])
     assert "rank 1 is alive and computes in step 6" in explain(ranks[1])
@@ -258,8 +258,9 @@ def test_a_failure_is_looked_into_once(ranks):
 def test_strangers_learn_nothing(ranks):
     """Without the token there is no answer, and nothing is believed."""
     host, port = ranks[0]._addresses[1]
-    report = status_server.Board(bytes(16), status_server.Report(2, failed=True, cause="lies")).report()
-    for message in (report, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096):
+    liar = status_server.SharedStatus(2, token=bytes(16))
+    liar.set_cause("lies")
+    for message in (liar.message(), b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096):
         with socket.create_connection((host, port), timeout=2) as stranger:
             stranger.sendall(message)
             with suppress(ConnectionResetError):

@@ -1,4 +1,4 @@
-"""What the aggregator remembers of a job."""
+"""What the aggregator remembers of a job: its workers, and the session that serves them."""
 
 from __future__ import annotations
 
@@ -10,42 +10,53 @@ from gradwire.aggregator.packet.packet_format import Join
 
 @dataclass(frozen=True)
 class Limits:
+    """What one aggregator takes upon itself."""
+
     jobs: int = 64
+    """Jobs at a time."""
     slots: int = 4096
-    """Of one job."""
+    """Slots of one job."""
     memory: int = 1 << 30
-    """Of all slots, in bytes."""
+    """Bytes of all slots together."""
     idle: float = 300.0
-    """Seconds until a job that nobody is heard of is forgotten."""
+    """Seconds without any packet until a job is forgotten."""
     joining: float = 30.0
-    """… one whose workers have not all come, and of which nobody is heard any more."""
+    """The same for a job whose workers have not all joined."""
 
 
 @dataclass
 class Member:
-    """The last JOIN of a worker."""
+    """One worker of a job, by its last JOIN."""
 
     join: Join
     address: Address
     answer: bytes | None = None
-    """None: it waits for the others."""
+    """The ACCEPT or REFUSE that it was sent; None while it waits for the others."""
     left: bool = False
+    """Whether it has sent LEAVE since."""
 
 
 @dataclass
 class Job:
+    """The workers that sum words together. Its state is changed by the registry alone, in the server's thread."""
+
     world: int
     members: dict[int, Member] = field(default_factory=dict)
     session: Session | None = None
-    last_heard: float = 0.0
-    """Of anything but DATA."""
+    last_control: float = 0.0
+    """When its last packet of the control plane came, by the registry's clock."""
 
     def waiting(self) -> list[int]:
+        """Return the workers that have joined and wait for the others."""
         return [worker for worker, member in self.members.items() if member.answer is None]
 
 
-def distance(members: list[Member]) -> str | None:
-    """Why workers cannot go on together: they were at most one operation apart when the session ended."""
+def why_too_far_apart(members: list[Member]) -> str | None:
+    """Return why these workers cannot go on together, or None if they can.
+
+    When a session ends, some workers may have done one operation more than others. A larger distance means that they
+    do not belong to the same run.
+    """
     done = [member.join.operations for member in members]
     low, high = min(done), max(done)
     if high - low <= 1:

@@ -1,7 +1,4 @@
-"""Jobs, joining and sessions: the aggregator's slow path (docs/aggregator.md, "Joining").
-
-Nothing is kept for a sender that has not shown the key and that it receives what is sent to its address.
-"""
+"""Jobs, joining and sessions: the aggregator's control plane (docs/aggregator.md, "Joining")."""
 
 from __future__ import annotations
 
@@ -11,29 +8,44 @@ import warnings
 from collections.abc import Callable
 
 from gradwire.aggregator.engine import Address, Engine, Session
-from gradwire.aggregator.jobs import Job, Limits, Member, distance
-from gradwire.aggregator.packet import packet_format
+from gradwire.aggregator.jobs import Job, Limits, Member, why_too_far_apart
+from gradwire.aggregator.packet import packet_format, siphash
 from gradwire.aggregator.packet.packet_format import Join, Kind, Packet
 from gradwire.errors import GradwireError
 
-BYTES_A_SLOT = 2 * 1408
-"""Two banks."""
+BYTES_PER_SLOT = 2 * 1408
+"""A slot has two banks."""
 FEWEST_SLOTS = 16
+"""A job that would get fewer, and wanted more, is refused."""
 COOKIE_SECONDS = 5.0
 """A cookie is valid for this long at least, and twice as long at most."""
 GONE_EVERY = 0.01
+"""Seconds between answers to senders whose session is unknown."""
 
-_SHARED_KEY = (bytes([Kind.HELLO]), bytes([Kind.JOIN]))
+_KINDS_BEFORE_A_SESSION = (bytes([Kind.HELLO]), bytes([Kind.JOIN]))
 Replies = list[tuple[bytes, Address]]
 
 
 class Registry:
+    """Decides who may join which job, and opens and closes sessions of the engine.
+
+    It promises that nothing is kept for a sender that has not shown two things: that it has the shared key, and that it
+    receives what is sent to its address (it returns a cookie). It promises, too, that the workers of a job get the same
+    session or none, that no reply to HELLO or JOIN is longer than the packet that caused it, and that session numbers
+    are never used again.
+
+    `handle` and `forget_silent_jobs` are called by the server's thread alone. It never sends anything itself: replies
+    are returned. `jobs`, `sessions`, `refused` and `forged` are for others to read, and not to change.
+    """
+
     def __init__(
         self, key: bytes, engine: Engine, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.key, self.engine, self.limits, self.clock = key, engine, limits or Limits(), clock
         self.jobs: dict[bytes, Job] = {}
+        """By the job's name."""
         self.sessions: dict[int, tuple[bytes, Job]] = {}
+        """Name and job of every open session, by its number."""
         self._secret = os.urandom(packet_format.KEY_BYTES)
         # Seconds since 1970: a number that no aggregator of before a restart has used.
         self._last_session = int(time.time()) & 0x7FFFFFFF
@@ -41,27 +53,27 @@ class Registry:
         self.refused = self.forged = 0
 
     def handle(self, datagram: bytes, address: Address) -> Replies:
-        """What to answer to a packet that the engine has not served."""
-        if datagram[3:4] in _SHARED_KEY and not packet_format.is_coded(datagram, self.key):
+        """Return the replies to a packet that the engine has handed on."""
+        if datagram[3:4] in _KINDS_BEFORE_A_SESSION and not packet_format.has_code_of(datagram, self.key):
             self.forged += 1
             return []
         try:
             packet = packet_format.unpack(datagram)
             match packet.kind:
                 case Kind.HELLO:
-                    return self._hello(packet, address)
+                    return self._answer_hello(packet, address)
                 case Kind.JOIN:
-                    return self._join(Join.unpack(packet.payload), packet.worker, address)
+                    return self._answer_join(Join.unpack(packet.payload), packet.worker, address)
                 case Kind.ASK | Kind.LEAVE:
-                    return self._of_session(packet, address)
+                    return self._answer_in_session(packet, address)
                 case Kind.DATA:
-                    return self._gone(packet.session, address)
+                    return self._answer_unknown_session(packet.session, address)
         except packet_format.BadPacket:
             pass
         return []
 
-    def tick(self) -> None:
-        """Forget jobs that nobody is heard of; call this now and then."""
+    def forget_silent_jobs(self) -> None:
+        """Forget jobs of which no packet came for a long time (`Limits`); call this now and then."""
         for name, job in list(self.jobs.items()):
             limit = self.limits.idle if job.session else self.limits.joining
             if self.silence(job) > limit:
@@ -69,50 +81,51 @@ class Registry:
                 del self.jobs[name]
 
     def silence(self, job: Job) -> float:
-        """Seconds since anything of a job was heard."""
-        seconds = self.clock() - job.last_heard
-        return min([seconds, *self.engine.heard(job.session.number)]) if job.session else seconds
+        """Return the seconds since the last packet of any of the job's workers."""
+        seconds = self.clock() - job.last_control
+        return min([seconds, *self.engine.silences(job.session.number)]) if job.session else seconds
 
-    def _pack(self, kind: Kind, payload: bytes, session: int = 0) -> bytes:
-        return Packet(kind, session, payload=payload).pack(self.key)
+    # ── joining ──
 
-    def _cookie(self, nonce: bytes, address: Address, ago: int = 0) -> bytes:
-        period = int(self.clock() / COOKIE_SECONDS) - ago
-        text = f"{address[0]} {address[1]} {period} ".encode()
-        return packet_format.code(self._secret, text + nonce).to_bytes(8, "little")
-
-    def _hello(self, packet: Packet, address: Address) -> Replies:
+    def _answer_hello(self, packet: Packet, address: Address) -> Replies:
         if len(packet.payload) != packet_format.HELLO_BYTES:
             return []
         nonce = packet.payload[: packet_format.NONCE_BYTES]
-        return [(self._pack(Kind.CHALLENGE, nonce + self._cookie(nonce, address)), address)]
+        challenge = packet_format.challenge_payload(nonce, self._cookie(nonce, address))
+        return [(self._pack(Kind.CHALLENGE, challenge), address)]
 
-    def _join(self, join: Join, worker: int, address: Address) -> Replies:
+    def _cookie(self, nonce: bytes, address: Address, periods_ago: int = 0) -> bytes:
+        period = int(self.clock() / COOKIE_SECONDS) - periods_ago
+        text = f"{address[0]} {address[1]} {period} ".encode()
+        return siphash.code(self._secret, text + nonce).to_bytes(packet_format.COOKIE_BYTES, "little")
+
+    def _answer_join(self, join: Join, worker: int, address: Address) -> Replies:
         if join.cookie not in (self._cookie(join.nonce, address), self._cookie(join.nonce, address, 1)):
             return []  # the worker says HELLO again
         reason = self._objection(join, worker)
         if reason:
             self.refused += 1
-            return [(self._pack(Kind.REFUSE, packet_format.refuse(join.nonce, reason)), address)]
+            return [(self._pack(Kind.REFUSE, packet_format.refuse_payload(join.nonce, reason)), address)]
         job = self.jobs.setdefault(join.job, Job(join.world))
-        job.last_heard = self.clock()
-        known = job.members.get(worker)
-        if known is None or join.time > known.join.time:
+        job.last_control = self.clock()
+        member = job.members.get(worker)
+        if member is None or join.time > member.join.time:
             gone = self._end_session(job)
             job.members[worker] = Member(join, address)
             if len(job.waiting()) == job.world:
                 return gone + self._begin_session(join.job, job)
-        elif known.join.nonce != join.nonce:
+        elif member.join.nonce != join.nonce:
             reason = f"worker {worker} has joined elsewhere, later"
-            return [(self._pack(Kind.REFUSE, packet_format.refuse(join.nonce, reason)), address)]
+            return [(self._pack(Kind.REFUSE, packet_format.refuse_payload(join.nonce, reason)), address)]
         else:
             gone = []
-            known.address = address
+            member.address = address
         answer = job.members[worker].answer
-        waiting = self._pack(Kind.WAIT, packet_format.wait(join.nonce, job.waiting()))
+        waiting = self._pack(Kind.WAIT, packet_format.wait_payload(join.nonce, job.waiting()))
         return [*gone, (answer or waiting, address)]
 
     def _objection(self, join: Join, worker: int) -> str | None:
+        """Return why a worker cannot join, or None if it can."""
         if not 1 <= join.world <= packet_format.MOST_WORKERS:
             return f"{join.world} workers: it takes 1 to {packet_format.MOST_WORKERS}"
         if worker >= join.world:
@@ -124,15 +137,16 @@ class Registry:
             return f"this job has {job.world} workers, not {join.world}"
         return None
 
+    # ── sessions ──
+
     def _begin_session(self, name: bytes, job: Job) -> Replies:
         members = [job.members[worker] for worker in range(job.world)]
-        reason = distance(members)
+        reason = why_too_far_apart(members)
         used = sum(other.session.slots for other in self.jobs.values() if other.session)
-        room = self.limits.memory // BYTES_A_SLOT - used
-        wanted = min(member.join.slots for member in members)
-        most = min(wanted, self.limits.slots)
-        slots = min(most, room, self.engine.most_slots)
-        if reason is None and slots < min(most, FEWEST_SLOTS):
+        room = self.limits.memory // BYTES_PER_SLOT - used
+        wanted = min(self.limits.slots, *(member.join.slots for member in members))
+        slots = min(wanted, room, self.engine.most_slots)
+        if reason is None and slots < min(wanted, FEWEST_SLOTS):
             reason = "full: other jobs have all its memory"
         if reason is None and slots < 1:
             reason = "a job wants a slot at least"
@@ -144,51 +158,40 @@ class Registry:
         session = Session(self._last_session, key, tuple(member.address for member in members), slots)
         try:
             self.engine.open(session)
-        except GradwireError as error:  # all of it for who runs the aggregator, its beginning for the workers
+        except GradwireError as error:  # who runs the aggregator reads all of it; the workers, its beginning
             warnings.warn(f"a job was refused: {error}", stacklevel=2)
             return self._refuse(members, str(error))
         job.session = session
-        self.sessions[job.session.number] = name, job
+        self.sessions[session.number] = name, job
         first = min(member.join.operations for member in members)
         for member in members:
-            accept = packet_format.Accept(member.join.nonce, nonce, job.session.number, slots, first)
+            accept = packet_format.Accept(member.join.nonce, nonce, session.number, slots, first)
             member.answer = self._pack(Kind.ACCEPT, accept.pack())
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _refuse(self, members: list[Member], reason: str) -> Replies:
         self.refused += len(members)
         for member in members:
-            member.answer = self._pack(Kind.REFUSE, packet_format.refuse(member.join.nonce, reason))
+            member.answer = self._pack(Kind.REFUSE, packet_format.refuse_payload(member.join.nonce, reason))
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _end_session(self, job: Job) -> Replies:
-        """The session is over; its workers are told, so that they join again."""
+        """Close the job's session, if it has one; the replies tell its workers, so that they join again."""
         session, job.session = job.session, None
         if session is None:
             return []
         self.engine.close(session.number)
         del self.sessions[session.number]
-        gone = self._pack(Kind.GONE, packet_format.gone(session.number), session.number)
+        gone = self._pack(Kind.GONE, packet_format.gone_payload(session.number), session.number)
         return [(gone, address) for address in session.addresses]
 
-    def _gone(self, session: int, address: Address) -> Replies:
-        """Senders of DATA for sessions that are no more; anyone can send that, so there are few answers.
-
-        And none for sessions to come: who had collected those could end them.
-        """
-        now = self.clock()
-        to_come = (self._last_session - session) % 2**32 >= 2**31
-        if now - self._last_gone < GONE_EVERY or to_come or session in self.sessions:
-            return []
-        self._last_gone = now
-        return [(self._pack(Kind.GONE, packet_format.gone(session), session), address)]
-
-    def _of_session(self, packet: Packet, address: Address) -> Replies:
+    def _answer_in_session(self, packet: Packet, address: Address) -> Replies:
+        """Reply to ASK, and take note of LEAVE."""
         name, job = self.sessions.get(packet.session, (b"", None))
         if job is None or job.session is None:
-            return self._gone(packet.session, address)
+            return self._answer_unknown_session(packet.session, address)
         session = job.session
-        if packet.worker >= job.world or packet.payload or not packet.is_coded_with(session.key):
+        if packet.worker >= job.world or packet.payload or not packet.has_code_of(session.key):
             self.forged += 1
             return []
         if packet.kind == Kind.LEAVE:
@@ -197,11 +200,26 @@ class Registry:
                 self._end_session(job)
                 del self.jobs[name]
             return []
-        job.last_heard = self.clock()
+        job.last_control = self.clock()
         left = [worker for worker, member in job.members.items() if member.left and worker != packet.worker]
         if left:
-            answer = self._pack(Kind.GONE, packet_format.gone(session.number, left[0]), session.number)
+            answer = self._pack(Kind.GONE, packet_format.gone_payload(session.number, left[0]), session.number)
         else:
-            told = packet_format.tell(self.engine.heard(session.number))
-            answer = Packet(Kind.TELL, session.number, payload=told).pack(session.key)
+            silences = packet_format.tell_payload(self.engine.silences(session.number))
+            answer = Packet(Kind.TELL, session.number, payload=silences).pack(session.key)
         return [(answer, session.addresses[packet.worker])]
+
+    def _answer_unknown_session(self, session: int, address: Address) -> Replies:
+        """Reply GONE to a packet whose session has ended. Anyone can send such packets, so there are few replies.
+
+        There is none for a session that is still to come: who had collected those could end it.
+        """
+        now = self.clock()
+        to_come = (self._last_session - session) % 2**32 >= 2**31
+        if now - self._last_gone < GONE_EVERY or to_come or session in self.sessions:
+            return []
+        self._last_gone = now
+        return [(self._pack(Kind.GONE, packet_format.gone_payload(session), session), address)]
+
+    def _pack(self, kind: Kind, payload: bytes, session: int = 0) -> bytes:
+        return Packet(kind, session, payload=payload).pack(self.key)

@@ -1,4 +1,4 @@
-"""The engine that runs anywhere: a UDP socket, and native code that adds."""
+"""The engine that runs on any Linux without privileges: a UDP socket, and native code that adds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ except ImportError:
 
 
 class UserspaceEngine:
-    """See `engine.Engine`."""
+    """Serves packets of data by a UDP socket; `engine.Engine` has the contract.
+
+    While `poll` waits or adds, native code runs without the interpreter's lock.
+    """
 
     most_slots = 65536
 
@@ -29,26 +32,35 @@ class UserspaceEngine:
             raise GradwireError(f"cannot listen at {ip}:{port}: {error}") from None
         self.address: Address = self._native.address()
         self.receive_buffer: int = self._native.receive_buffer()
-        """Bytes; packets that find it full are lost, and sent again."""
+        """Bytes of the socket's buffer; packets that find it full are lost, and sent again."""
 
     def open(self, session: Session) -> None:
+        """Serve a session from now on, with empty slots."""
         self._native.open(session.number, session.key, list(session.addresses), session.slots)
 
     def close(self, number: int) -> None:
+        """Forget a session, and give back the memory of its slots."""
         self._native.close(number)
 
     def poll(self, seconds: float) -> list[tuple[bytes, Address]]:
-        return self._native.poll(seconds)
+        """Serve data for at most this long, and return the packets that the control plane has to answer."""
+        packets: list[tuple[bytes, Address]] = self._native.poll(seconds)
+        return packets
 
     def send(self, datagram: bytes, to: Address) -> None:
+        """Send a packet of the control plane."""
         self._native.send(datagram, to)
 
     def counters(self) -> dict[str, int]:
-        return self._native.counters()
+        """Return what was counted since the start."""
+        counters: dict[str, int] = self._native.counters()
+        return counters
 
-    def heard(self, number: int) -> list[float]:
-        return self._native.heard(number)
+    def silences(self, number: int) -> list[float]:
+        """Return the seconds since each worker's last packet of data."""
+        silences: list[float] = self._native.silences(number)
+        return silences
 
     def shut(self) -> None:
-        """The socket is closed; nothing else may be called after this."""
+        """Close the socket; nothing else may be called after this."""
         del self._native

@@ -1,7 +1,9 @@
 """The command line: `gradwire train`, `gradwire inspect`, …
 
-A command is a plain function in a file of its own, named in COMMANDS. All errors that gradwire raises on
-purpose end here, as one line without a traceback.
+A command is a plain function in a file of its own, named in COMMANDS. All errors that gradwire raises on purpose end
+here, as one line without a traceback. Beside the commands, `options.py` and `federated.py` turn the options of `train`
+into settings, `launch_workers.py` and `worker.py` are the two ends of a run, `progress.py` and `federated_progress.py`
+show how far it is, and `report.py` and `federated_report.py` what came out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ COMMANDS = ("train", "inspect", "recipes", "aggregator")
 
 
 def build_app() -> typer.Typer:
-    """Commands are imported here, and not with this package, which every worker imports."""
+    """Return the application with all commands.
+
+    They are imported here, and not with this package, which every worker imports.
+    """
     app = typer.Typer(
         name="gradwire",
         help="Communication-efficient distributed training for PyTorch.",
@@ -50,7 +55,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; the process ends with 0, or with 1 and one line that says what to do."""
+    """Run a command and end the process: with 0, or with 1 and one line that says what to do."""
     try:
         build_app()(arguments)
     except BrokenPipeError:  # the reader has seen enough, as `head` does
@@ -60,4 +65,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def one_line(error: BaseException | str) -> str:
+    """Return the text of an error without line breaks."""
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""`gradwire aggregator`: the program that adds up what workers send."""
+"""`gradwire aggregator`: the program that adds up the words that workers send."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.aggregator.jobs import Limits
 from gradwire.aggregator.server import Server
 from gradwire.errors import GradwireError, SpecError
 
-SHOWN = {
+COUNTERS_SHOWN = {
     "packets": "packets received",
     "results": "sums complete",
     "resent": "results sent again",
@@ -31,8 +31,8 @@ SHOWN = {
     "dropped": "dropped for want of room",
     "refused": "workers refused",
 }
-LINE_EVERY = 10.0
-SMALL_BUFFER = 8 << 20
+LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+SMALL_BUFFER = 8 << 20  # bytes of a socket's buffer
 
 
 def aggregator(
@@ -64,13 +64,13 @@ def aggregator(
     """
     console = Console()
     key, fresh = _key(key_file)
-    made = _make_engine(engine, _address(bind), interface or [])
-    server = Server(made, key, Limits(jobs=max_jobs, slots=max_slots, memory=max_memory << 20, idle=idle))
-    ip, port = made.address
+    data_engine = _make_engine(engine, _address(bind), interface or [])
+    server = Server(data_engine, key, Limits(jobs=max_jobs, slots=max_slots, memory=max_memory << 20, idle=idle))
+    ip, port = data_engine.address
     console.print(f"aggregator ({engine}) at {ip}:{port}", highlight=False)
     if fresh:
         console.print(f"on every worker: export {keys.VARIABLE}={key.hex()}", highlight=False, soft_wrap=True)
-    if getattr(made, "receive_buffer", SMALL_BUFFER) < SMALL_BUFFER:
+    if getattr(data_engine, "receive_buffer", SMALL_BUFFER) < SMALL_BUFFER:
         console.print(
             "its socket's buffer is small, so packets may be lost; for speed: sysctl -w net.core.rmem_max=33554432",
             highlight=False,
@@ -89,7 +89,7 @@ def aggregator(
 
 
 def _key(file: Path | None) -> tuple[bytes, bool]:
-    """The key, and whether it is new."""
+    """Return the key, and whether it is a new one."""
     if file is not None:
         return keys.key_from_file(file), False
     try:
@@ -124,7 +124,8 @@ def _make_engine(name: str, bind: Address, interfaces: list[str]) -> Engine:
 
 
 def _serve(server: Server, console: Console) -> None:
-    ended = []
+    """Serve until a signal comes, with a live table on a terminal, and a line now and then elsewhere."""
+    ended: list[bool] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.append(True))
     if console.is_terminal:
@@ -137,33 +138,33 @@ def _serve(server: Server, console: Console) -> None:
                     live.update(_live_table(server, (received - before) / (now - at)))
                     before, at = received, now
         return
-    said, before = time.monotonic(), server.counters()["packets"]
-    known: set[str] = set()
+    last_line, packets_before = time.monotonic(), server.counters()["packets"]
+    jobs_before: set[str] = set()
     while not ended:
         server.serve_once(0.05)
         jobs = {job.name for job in server.jobs()}
-        if jobs == known and time.monotonic() - said < LINE_EVERY:
+        if jobs == jobs_before and time.monotonic() - last_line < LINE_EVERY:
             continue
-        counters, said = server.counters(), time.monotonic()
-        if jobs != known or counters["packets"] != before:  # a service that nobody uses fills no log
+        counters, last_line = server.counters(), time.monotonic()
+        if jobs != jobs_before or counters["packets"] != packets_before:  # a service that nobody uses fills no log
             console.print(
-                f"{said - server.started:.0f} s: {len(jobs)} {'job' if len(jobs) == 1 else 'jobs'},"
+                f"{last_line - server.started:.0f} s: {len(jobs)} {'job' if len(jobs) == 1 else 'jobs'},"
                 f" {counters['packets']:,} packets, {counters['results']:,} sums, {counters['resent']:,} sent again",
                 highlight=False,
             )
-        known, before = jobs, counters["packets"]
+        jobs_before, packets_before = jobs, counters["packets"]
 
 
 def _live_table(server: Server, rate: float) -> Table:
     counters = server.counters()
     table = Table(
         title=f"{rate / 1e6:,.0f} MB/s, {counters['results']:,} sums",
-        caption=", ".join(f"{counters[name]:,} {text}" for name, text in SHOWN.items() if counters.get(name)),
+        caption=", ".join(f"{counters[name]:,} {text}" for name, text in COUNTERS_SHOWN.items() if counters.get(name)),
     )
     for heading in ("job", "workers", "slots", "longest silence"):
         table.add_column(heading, justify="right")
     for job in server.jobs():
-        silence = f"{max(job.heard):.1f} s" if job.heard else "…"
+        silence = f"{max(job.silences):.1f} s" if job.silences else "…"
         table.add_row(job.name, f"{job.joined}/{job.world}", str(job.slots or "joining"), silence)
     return table
 
@@ -176,7 +177,7 @@ def _closing_table(figures: dict[str, Any]) -> Table:
     table = Table(title=f"aggregator: {figures['seconds']:.0f} s", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for name, text in SHOWN.items():
+    for name, text in COUNTERS_SHOWN.items():
         table.add_row(text, f"{figures.get(name, 0):,}")
     table.add_row("MB received", f"{figures['bytes_in'] / 1e6:,.1f}")
     table.add_row("MB sent", f"{figures['bytes_out'] / 1e6:,.1f}")

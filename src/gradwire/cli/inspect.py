@@ -22,7 +22,7 @@ from gradwire.float_formats import parse_format
 from gradwire.frame import headers
 from gradwire.inspection import frames, plot, tables, tensor_files, tensors
 
-PATIENCE = 2.0  # seconds without a progress bar
+BAR_AFTER = 2.0  # seconds until a progress bar is shown
 EPILOG = """
 Examples:
 
@@ -91,7 +91,7 @@ def _inspect_frames(path: Path, limit: int, console: Console) -> dict[str, Any]:
 def _inspect_tensors(
     path: Path, fmt: str, pattern: str, limit: int, console: Console
 ) -> tuple[tensor_files.Named, dict[str, Any]]:
-    """Print the tables; returns the tensors that can be drawn, and the figures."""
+    """Print the tables; return the tensors that can be drawn, and the figures."""
     if not parse_format(fmt).sign:
         raise GradwireError(f"the format {fmt} has no sign bit: it cannot hold gradients")
     fmt = str(parse_format(fmt))
@@ -116,14 +116,14 @@ def _inspect_tensors(
 
 
 def _largest(named: tensor_files.Named, limit: int) -> tensor_files.Named:
-    """The `limit` largest (0: all), in the order of the file."""
+    """Return the `limit` largest (0: all), in the order of the file."""
     by_size = sorted(range(len(named)), key=lambda i: -named[i][1].numel())
     return [named[i] for i in sorted(by_size[: limit or None])]
 
 
 @contextmanager
 def _progress_if_slow(named: tensor_files.Named) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Go through the tensors, with a progress bar once that has taken `PATIENCE` seconds."""
+    """Go through the tensors, with a progress bar once that has taken `BAR_AFTER` seconds."""
     progress = Progress(console=Console(stderr=True), transient=True)
     task = progress.add_task("looking", total=sum(t.numel() for _, t in named))
 
@@ -133,7 +133,7 @@ def _progress_if_slow(named: tensor_files.Named) -> Iterator[Iterator[tuple[str,
             yield name, t
             progress.advance(task, t.numel())
 
-    timer = Timer(PATIENCE, progress.start)
+    timer = Timer(BAR_AFTER, progress.start)
     timer.start()
     try:
         yield each()

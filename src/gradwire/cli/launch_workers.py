@@ -1,4 +1,4 @@
-"""Starts the workers of `gradwire train` on this machine and sees to it that none outlives the command.
+"""Starts the workers of `gradwire train` on this machine, and makes sure that none outlives the command.
 
 Workers get the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, …), so they are the same
 program either way. torchrun itself is not used: it reports a failed worker with a page of tracebacks, and
@@ -36,7 +36,7 @@ class WorkerError(GradwireError):
 
 
 def launch(settings: Settings, workers: int) -> None:
-    """Run the training on `workers` new processes; return when all are done, raise when one fails."""
+    """Run the training on `workers` new processes; return when all are done, raise WorkerError when one fails."""
     settings = dataclasses.replace(settings, threads=settings.threads or max(1, cores() // workers))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[bytes]] = []
@@ -58,7 +58,7 @@ def launch(settings: Settings, workers: int) -> None:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -85,6 +85,7 @@ def _start(settings: Settings, rank: int, workers: int, port: int, report: Path)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
+    """Wait until all workers are done; WorkerError if one has failed."""
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
             break
@@ -98,7 +99,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
 
 
 def _reason(processes: list[subprocess.Popen[bytes]], folder: str) -> str:
-    """Why the first worker failed: the others lost it as a peer, and their errors tell nothing new."""
+    """Return why the first worker failed: the others lost it as a peer, and their errors say nothing new."""
     for rank, process in enumerate(processes):
         if process.returncode is not None and process.returncode < 0:
             number = -process.returncode
@@ -114,10 +115,11 @@ def _reason(processes: list[subprocess.Popen[bytes]], folder: str) -> str:
     first = min(reports, key=lambda report: report["time"])
     if first["traceback"]:
         print(first["traceback"], file=sys.stderr)
-    return first["message"] if first["on_purpose"] else f"worker {first['rank']} failed: {first['message']}"
+    return str(first["message"]) if first["on_purpose"] else f"worker {first['rank']} failed: {first['message']}"
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill the workers that are still running, and wait for all."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.kill()

@@ -1,4 +1,4 @@
-"""From the options of `gradwire train` to the settings of a run; whatever is wrong with them is said here."""
+"""Turns the options of `gradwire train` into the settings of a run, and says whatever is wrong with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from gradwire import tasks
 from gradwire.checkpoints import run_file
 from gradwire.engine.options import AGGREGATIONS
-from gradwire.errors import GradwireError, unknown_name
+from gradwire.errors import CheckpointError, GradwireError, unknown_name
 from gradwire.tasks import backward_option as rows
 from gradwire.tasks.settings import SHARED, Settings
 from gradwire.tasks.worker_sync import spelled_out, sums
@@ -22,7 +22,7 @@ TIMEOUT = 300.0  # seconds
 
 @dataclasses.dataclass
 class TrainOptions:
-    """As given on the command line; None where the user left the choice to us."""
+    """The options of `gradwire train` as they were given; None where the user left the choice to us."""
 
     task: str | None
     codecs: list[str] | None
@@ -48,7 +48,7 @@ class TrainOptions:
 
 
 def resolve(options: TrainOptions) -> tuple[Settings, int | None]:
-    """The settings, and the number of workers of the run that is resumed.
+    """Return the settings, and the number of workers of the run that is resumed, if one is.
 
     What is not given comes from the checkpoint that is resumed, or from the task.
     """
@@ -56,7 +56,7 @@ def resolve(options: TrainOptions) -> tuple[Settings, int | None]:
     saved = run_file.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
     if saved and not set(SHARED) - {"aggregate", "backward"} <= set(before):  # older checkpoints have none
-        raise run_file.CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
+        raise CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
     task = options.task or before.get("task", "digits")
     defaults = tasks.find(task).defaults
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
@@ -105,6 +105,7 @@ def resolve(options: TrainOptions) -> tuple[Settings, int | None]:
 
 
 def check_values(options: TrainOptions) -> None:
+    """Raise GradwireError for a value that no run can have, and for options that exclude each other."""
     for name in MINIMUM_ONE:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -132,6 +133,7 @@ def check_values(options: TrainOptions) -> None:
 
 
 def writable(path: Path | None, option: str) -> str | None:
+    """Return the path as text; GradwireError, which names the option, if no file can be written there."""
     if path is None:
         return None
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -148,6 +150,6 @@ def _check_same_run(settings: Settings, saved: run_file.Checkpoint, path: Path |
         ("backward", *(rows.spelled_out(b[0]) for b in (settings.backward, before.get("backward", [rows.EXACT])))),
     ):
         if now != then:
-            raise run_file.CheckpointError(
+            raise CheckpointError(
                 f"{path} is a run with --{name} {then}, not {now}: leave out --{name} to go on with it"
             )

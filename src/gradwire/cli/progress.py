@@ -1,18 +1,20 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""How far a run of `gradwire train` is: a bar of its steps on a terminal, a line now and then elsewhere.
+
+Federated runs show their rounds by `federated_progress.py`.
+"""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradwire.tasks.training import Training
 
 LINES = 5  # per run, where there is no terminal
 
 
-class Progress:
-    """Shows the training of rank 0; silent on all other workers."""
+class TrainingProgress:
+    """Shows the training of rank 0, while it is entered as a context; it is silent on all other workers."""
 
     def __init__(self, training: Training) -> None:
         self.console = Console(quiet=training.rank != 0)
@@ -20,7 +22,7 @@ class Progress:
         self.name = training.codec
         if training.converted:
             self.name += f", {training.backward} in {plural(len(training.converted), 'layer')}"
-        self.bar = Bar(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -30,7 +32,7 @@ class Progress:
             disable=training.rank != 0 or not self.console.is_terminal,
         )
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         self.bar.start()
         self.row = self.bar.add_task(self.name, total=self.last, completed=self.first, epoch="…", loss="…")
         return self
@@ -39,6 +41,7 @@ class Progress:
         self.bar.stop()
 
     def step(self, training: Training, loss: float) -> None:
+        """Show that a step is done, and the loss of its batch."""
         epoch = -(-training.step // training.steps_per_epoch)
         self.bar.update(self.row, completed=training.step, epoch=epoch, loss=f"{loss:.4f}")
         done, total = training.step - self.first, self.last - self.first
@@ -50,4 +53,5 @@ class Progress:
 
 
 def plural(count: int, what: str) -> str:
+    """Return "1 worker" or "2 workers"."""
     return f"{count} {what}{'s' if count != 1 else ''}"

@@ -1,4 +1,4 @@
-"""The closing table of `gradwire train` and its JSON file."""
+"""What came out of `gradwire train`: its closing tables, and its JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = ("compute", "encode", "wait", "decode")
 
 
 def show(summary: dict[str, Any]) -> None:
-    """One row per run: what came out and what it cost in bytes; below, where the time went."""
+    """Print one row for each run, with its results and its bytes, and below, where the time went."""
     runs = summary["runs"]
     first = runs[0]
     workers = plural(summary["workers"], "worker")
@@ -51,6 +51,7 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def table(title: str, caption: str, *headings: str, names: tuple[str, ...] = ("codec",)) -> Table:
+    """Return an empty table: columns of text that name a run, then columns of figures."""
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
         table.add_column(name, overflow="fold", min_width=10 if name == "codec" else 9)
@@ -60,11 +61,12 @@ def table(title: str, caption: str, *headings: str, names: tuple[str, ...] = ("c
 
 
 def write_json(path: Path, summary: dict[str, Any]) -> None:
+    """Write all figures to a file."""
     path.write_text(json.dumps(_finite(summary), indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; a run that diverged gets null for its loss."""
+    """Replace NaN and infinities by None: JSON has none, and a run that diverged gets null for its loss."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""One worker of `gradwire train`: started by `launch`, or by torchrun through the command itself."""
+"""One worker of `gradwire train`: started by `launch_workers`, or by torchrun through the command itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradwire import tasks
 from gradwire._version import __version__
 from gradwire.checkpoints import run_file
 from gradwire.cli import one_line
-from gradwire.cli.progress import Progress
+from gradwire.cli.progress import TrainingProgress
 from gradwire.cli.report import show, write_json
 from gradwire.errors import AggregateError, GradwireError
 from gradwire.tasks.settings import Settings
@@ -44,8 +44,8 @@ def run(settings: Settings) -> None:
     try:
         resumed = saved.step if saved else None
         _check_agreement({**settings.shared(), "data": task.data_checksum(), "resumed step": resumed})
-        asked = itertools.product(settings.codecs, settings.backward)
-        runs = [_train(Training(task, settings, codec, saved, backward)) for codec, backward in asked]
+        combinations = itertools.product(settings.codecs, settings.backward)
+        runs = [_train(Training(task, settings, codec, saved, backward)) for codec, backward in combinations]
         if dist.get_rank() == 0:
             _report(settings, runs)
         dist.barrier()  # nobody leaves while another one still needs its connections
@@ -56,22 +56,21 @@ def run(settings: Settings) -> None:
 
 
 def _say_if_aggregator_is_lost() -> None:
-    """In one line, by one worker, though other warnings are switched off."""
-    here = dist.get_rank() == 0
-    warnings.filterwarnings("always" if here else "ignore", message="going on over the process group")
-    others = warnings.showwarning
+    """Have one worker print the loss of the aggregator in one line, though other warnings are switched off."""
+    warnings.filterwarnings("always" if dist.get_rank() == 0 else "ignore", message="going on over the process group")
+    show_others = warnings.showwarning
 
     def show(message: Warning | str, *details: Any, **more: Any) -> None:
         if str(message).startswith("going on over the process group"):
             print(f"warning: {one_line(message)}", file=sys.stderr, flush=True)
         else:
-            others(message, *details, **more)
+            show_others(message, *details, **more)
 
     warnings.showwarning = show
 
 
 def _train(training: Training) -> dict[str, Any]:
-    with Progress(training) as progress:
+    with TrainingProgress(training) as progress:
         return training.run(progress.step)
 
 
@@ -89,10 +88,10 @@ def _report(settings: Settings, runs: list[dict[str, Any]]) -> None:
         write_json(Path(settings.json), summary)
 
 
-def _check_agreement(mine: dict[str, Any]) -> None:
-    """Under torchrun every worker has its own command line and its own data: they must match."""
+def _check_agreement(facts: dict[str, Any]) -> None:
+    """Raise AggregateError if workers differ: under torchrun each has its own command line and its own data."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {"gradwire": __version__, **mine})
+    dist.all_gather_object(everyone, {"gradwire": __version__, **facts})
     for rank, other in enumerate(everyone):
         for name, value in everyone[0].items():
             if other[name] != value:
@@ -103,14 +102,14 @@ def _check_agreement(mine: dict[str, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """`launch` holds the other end of our standard input: reading returns when it is gone."""
+    """End this process with `launch`, which holds the other end of standard input: reading returns when it is gone."""
     with contextlib.suppress(OSError):
         os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 
 def main() -> None:
-    """Started by `launch` with the settings and the file to report an error to."""
+    """Run a worker that `launch` has started, with the settings and the file to report an error to as arguments."""
     report = Path(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches `launch` too, which stops us
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -21,11 +21,11 @@ class Compress(pl.Callback):
 
     def __init__(self, spec: Spec = "co3"):
         self.spec = spec
-        self.handle: ddp.Handle | None = None
+        self.handle: ddp.DDPHandle | None = None
         self._saved: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The optimizer's state has been restored by now, and the first batch is still to come."""
+        """Attach to the model: the optimizer's state has been restored by now, and the first batch is still to come."""
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
             raise GradwireError(
@@ -41,9 +41,9 @@ class Compress(pl.Callback):
             self._saved = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning asks all ranks and writes what rank 0 says."""
+        """Return the error memories of all ranks: Lightning asks every rank, and writes what rank 0 returns."""
         return self.handle.all_ranks.state_dict() if self.handle else self._saved or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Lightning restores callbacks before it wraps the model."""
+        """Keep the error memories until training starts: Lightning restores callbacks before it wraps the model."""
         self._saved = state_dict

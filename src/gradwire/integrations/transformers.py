@@ -31,11 +31,12 @@ class Compress(TrainerCallback):
 
     def __init__(self, trainer: Trainer, spec: Spec = "co3"):
         self.trainer, self.spec = trainer, spec
-        self.handle: ddp.Handle | None = None
+        self.handle: ddp.DDPHandle | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Attach to the model, and restore the error memories if training is resumed."""
         model = self.trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             raise GradwireError(
@@ -48,9 +49,9 @@ class Compress(TrainerCallback):
         self.handle = ddp.attach(model, self.spec, optimizer=optimizer, **options)
         if state.global_step > 0:
             folders = [self._folder(args, state), Path(args.resume_from_checkpoint or "")]
-            found = [path for path in (folder / FILE for folder in folders) if path.exists()]
-            saved = [torch.load(path, map_location="cpu", weights_only=True) for path in found]
-            fitting = [s["gradwire"] for s in saved if s["parameters"] == _checksum(self.trainer.model)]
+            paths = [path for path in (folder / FILE for folder in folders) if path.exists()]
+            saved = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+            fitting = [s["gradwire"] for s in saved if s["parameters"] == _checksum(self._model())]
             if fitting:
                 self.handle.load_state_dict(fitting[0])
             else:
@@ -61,18 +62,24 @@ class Compress(TrainerCallback):
                 )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the error memories of all ranks beside the Trainer's checkpoint."""
         if self.handle is None or args.save_only_model:
             return
         memories = self.handle.all_ranks.state_dict()
         if memories:
-            whole = {"parameters": _checksum(self.trainer.model), "gradwire": memories}
+            whole = {"parameters": _checksum(self._model()), "gradwire": memories}
             write_whole(self._folder(args, state) / FILE, whole)
+
+    def _model(self) -> torch.nn.Module:
+        model = self.trainer.model
+        assert model is not None  # the Trainer has made it by now
+        return model
 
     def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
 
 
 def _checksum(model: torch.nn.Module) -> int:
-    """Of a few entries of every parameter, which is enough to tell steps and runs apart."""
+    """Return a checksum of a few entries of every parameter, which is enough to tell steps and runs apart."""
     entries = [p.detach().reshape(-1)[:64].float().cpu() for p in model.parameters()]
     return zlib.crc32(torch.cat(entries).numpy().data)

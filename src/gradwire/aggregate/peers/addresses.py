@@ -1,4 +1,4 @@
-"""At which of its addresses a machine is reached by the others."""
+"""Addresses: at which of them other machines reach this one, and how they are packed for the handshake."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import socket
 import struct
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 PACKED = 18  # bytes: an IPv6 address (or an IPv4 one mapped to it) and a port
 
 
 def own_address() -> str:
-    """That of the interface that Gloo is told to use, or else the one from which the store's host is reached."""
+    """Return the address of the interface that Gloo is told to use, or else that from which the store is reached."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return _of_interface(interface)
@@ -21,7 +22,8 @@ def own_address() -> str:
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel picks the address that it would send from
-        return probe.getsockname()[0].split("%")[0]
+        address: str = probe.getsockname()[0]
+        return address.split("%", maxsplit=1)[0]
 
 
 def _of_interface(name: str) -> str:
@@ -34,17 +36,18 @@ def _of_interface(name: str) -> str:
 
 
 def _store_host() -> str:
-    """Of the store where the process group met, or nothing if that is a file."""
+    """Return the host of the store where the process group met; empty if that is a file."""
     try:
-        store = dist.distributed_c10d._get_default_store()
-        while isinstance(store, dist.PrefixStore):
+        store = distributed_c10d._get_default_store()
+        while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return store.host if isinstance(store, dist.TCPStore) else ""
+        return str(getattr(store, "host", ""))  # a TCPStore has one
     except (AttributeError, RuntimeError, ValueError):  # a private function of torch
         return ""
 
 
 def pack_address(listener: socket.socket | None) -> bytes:
+    """Return the address and port of a socket as 18 bytes; zeros if there is no socket."""
     if listener is None:
         return bytes(PACKED)
     host, port = listener.getsockname()[:2]
@@ -54,5 +57,6 @@ def pack_address(listener: socket.socket | None) -> bytes:
 
 
 def unpack_address(packed: bytes) -> tuple[str, int] | None:
+    """Return the address and port of 18 bytes; None if they are zeros."""
     address, port = ipaddress.IPv6Address(packed[:16]), struct.unpack("<H", packed[16:])[0]
     return (str(address.ipv4_mapped or address), port) if port else None

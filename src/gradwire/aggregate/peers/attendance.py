@@ -1,7 +1,7 @@
 """Which ranks have not attached: asked of the store where the process group met.
 
-Before the handshake ranks do not know each other's addresses, and the collective in which they wait for the missing
-one does not say who it is. So each counts in the store, first, how many times it has attached.
+Before the handshake ranks do not know each other's addresses, and the collective in which they wait for a missing rank
+does not say who it is. So each rank first counts in the store how many times it has attached.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from gradwire.errors import AggregateError
 
@@ -18,6 +19,11 @@ PATIENCE = 2.0  # seconds: the store may be on the machine that is lost, and tor
 
 
 class Attendance:
+    """How often each rank of a group has attached, by the store.
+
+    Making one counts this rank in. It may be used from any thread, takes PATIENCE seconds at most, and raises nothing.
+    """
+
     def __init__(self, group: dist.ProcessGroup, rank: int, world: int):
         self._key, self._world = f"gradwire/attached/{group.group_name}", world
         self._store, self._count = _store(), 0
@@ -25,8 +31,11 @@ class Attendance:
             with suppress(RuntimeError):  # its host is lost; so is the connection that is to follow
                 self._count = self._store.add(f"{self._key}/{rank}", 1)
 
-    def missed(self, error: RuntimeError, ranks: Sequence[int], timeout: float) -> AggregateError:
-        """Why the others could not be met; `ranks` are the numbers that users know them by."""
+    def error_naming_absent(self, error: RuntimeError, ranks: Sequence[int], timeout: float) -> AggregateError:
+        """Return an error that names the ranks that did not attach within the timeout, in seconds.
+
+        `error` is what torch raised, and `ranks` are the numbers that users know the group's ranks by.
+        """
         absent = [ranks[r] for r in self.absent()]
         if not absent:
             return AggregateError(f"could not connect to the other ranks within {timeout:g} s: {error}")
@@ -37,24 +46,24 @@ class Attendance:
         )
 
     def absent(self) -> list[int]:
-        """The ranks that have attached less often than this one; empty if that cannot be found out."""
-        found: list[int] = []
+        """Return the ranks that have attached less often than this one; empty if that cannot be found out."""
+        absent: list[int] = []
         if self._store is None:
-            return found
-        thread = threading.Thread(target=self._look, args=(self._store, found), daemon=True)
+            return absent
+        thread = threading.Thread(target=self._compare_counts, args=(self._store, absent), daemon=True)
         thread.start()
         thread.join(PATIENCE)
-        return list(found)
+        return list(absent)
 
-    def _look(self, store: dist.Store, found: list[int]) -> None:
+    def _compare_counts(self, store: Store, absent: list[int]) -> None:
         try:
-            missing = [r for r in range(self._world) if store.add(f"{self._key}/{r}", 0) < self._count]
+            behind = [r for r in range(self._world) if store.add(f"{self._key}/{r}", 0) < self._count]
         except RuntimeError:  # its host is lost
             return
-        found.extend(missing)
+        absent.extend(behind)
 
 
-def _store() -> dist.Store | None:
+def _store() -> Store | None:
     try:
         return dist.distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):  # a private function of torch

@@ -1,8 +1,8 @@
 """Why a collective has failed, in words: which rank is lost, late, or had failed before.
 
 1. A rank that is gone, stopped or cannot be reached is named, unless it had said before that it has failed itself.
-2. Else it is the cause that another rank has told: it found a damaged message, say, and has left.
-3. Else it is the rank that answers but was not in this exchange: it is at another step, or still computing.
+2. Otherwise the cause is what another rank has said: it found a damaged message, say, and has left.
+3. Otherwise the rank is named that answers but was not in this exchange: it is at another step, or still computing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from datetime import timedelta
 from typing import Protocol
 
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
-from gradwire.aggregate.peers.status_server import Board
+from gradwire.aggregate.peers.status_server import SharedStatus
 
 WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 
-
-SLICE, POLL, LOOK = 0.25, 0.0002, 5.0  # seconds: to wait at a time, on a GPU, and until we look after the others
+SLICE = 0.25  # seconds to wait for a collective at a time
+GPU_POLL = 0.0002  # seconds between looks at a collective on a GPU
+ASK_EVERY = 5.0  # seconds of waiting until the other ranks are asked whether they are still there
 
 
 class Work(Protocol):
@@ -34,34 +35,34 @@ class Work(Protocol):
 
 
 def wait(work: Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
-    """Until it is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
+    """Wait until the collective is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
 
     Gloo reports a closed connection to the neighbours of a lost rank only, and NCCL to nobody; the others would wait
     for the timeout, which is half an hour by default. On a GPU `gpu_timeout` is that of the group, in seconds.
     """
-    start = looked = time.monotonic()
+    start = asked = time.monotonic()
     if roll_call is not None:
-        roll_call.at(WAITING)
+        roll_call.set_activity(WAITING)
     while not _done(work, gpu_timeout > 0):
         now = time.monotonic()
         if roll_call is not None and roll_call.somebody_failed():
             raise RuntimeError("another rank has failed")
-        if roll_call is not None and now - looked > LOOK:
-            looked = now
+        if roll_call is not None and now - asked > ASK_EVERY:
+            asked = now
             if GONE in roll_call.ask().values():
                 raise RuntimeError("a peer has gone")
-        # At the timeout NCCL's watchdog ends the whole process: what is to be said must be said before.
+        # At the timeout NCCL's watchdog ends the whole process, so that the error has to be raised before.
         if gpu_timeout and now - start > max(gpu_timeout - PATIENCE - 2, gpu_timeout / 2):
             raise RuntimeError(f"Timed out after {now - start:.0f} s")
     if roll_call is not None:
-        roll_call.at(COMPUTING)
+        roll_call.set_activity(COMPUTING)
 
 
 def _done(work: Work, on_gpu: bool) -> bool:
-    """Whether it is, after a while."""
+    """Wait a little, and tell whether the collective is done."""
     if on_gpu:  # there `wait` would wait for nothing, or for ever
         if not work.is_completed():
-            time.sleep(POLL)
+            time.sleep(GPU_POLL)
             return False
     else:
         try:
@@ -75,38 +76,32 @@ def _done(work: Work, on_gpu: bool) -> bool:
 
 
 def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
-    """The cause of `error`, which torch has raised in a collective of this timeout.
+    """Return the cause of an error that torch has raised in a collective with this timeout, in seconds.
 
-    Takes PATIENCE seconds and a little at most, and raises nothing.
+    It takes PATIENCE seconds and a little at most, and raises nothing. The other ranks are told the cause.
     """
     deadline = time.monotonic() + PATIENCE
-    board, names = roll_call.board, roll_call.ranks
-    with board.news:
-        second, board.own.failed = board.own.failed, True  # whoever is asked from now on, says so
-        if second:  # collectives that were under way fail in the wake of the first
-            board.news.wait_for(lambda: board.own.cause, deadline - time.monotonic())
-            return f"{board.own.cause or 'the exchange had failed already'} ({_short(error)})"
-    found = roll_call.ask()
+    status, numbers = roll_call.status, roll_call.ranks
+    if not status.begin_failure():  # collectives that were under way fail in the wake of the first
+        cause = status.wait_for_cause(deadline - time.monotonic())
+        return f"{cause or 'the exchange had failed already'} ({_first_line(error)})"
+    states = roll_call.ask()
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"
-    lost = [_lost(names[r], state, waited) for r, state in found.items() if state != ALIVE and not _excused(board, r)]
-    cause = "; ".join(lost) or _told(board)
+    had_failed = {report.rank for report in status.peer_reports(failed=True)}  # they may have ended since
+    missing = [(rank, state) for rank, state in states.items() if state != ALIVE and rank not in had_failed]
+    cause = "; ".join(_describe_missing(numbers[rank], state, waited) for rank, state in missing)
+    cause = cause or status.wait_for_peer_cause(deadline=0.0)
     if not cause and timed_out:
-        cause = _late(board, names, waited)
+        cause = _describe_late(status, numbers, waited)
     # A connection that was closed, though nobody is lost: another rank has failed just now, and will say why.
-    cause = cause or _told(board, deadline) or _late(board, names, waited) or _unknown(roll_call, timed_out, timeout)
-    roll_call.tell(cause, [r for r, state in found.items() if state in (ALIVE, SILENT)])
-    return f"{cause} ({_short(error)})"
+    cause = cause or status.wait_for_peer_cause(deadline) or _describe_late(status, numbers, waited)
+    cause = cause or _describe_unknown(roll_call, timed_out, timeout)
+    roll_call.announce_failure(cause, [rank for rank, state in states.items() if state in (ALIVE, SILENT)])
+    return f"{cause} ({_first_line(error)})"
 
 
-def _excused(board: Board, rank: int) -> bool:
-    """It had told us that it has failed, and may have ended since."""
-    with board.news:
-        report = board.others.get(rank)
-        return report is not None and report.failed
-
-
-def _lost(rank: int, state: str, waited: str) -> str:
+def _describe_missing(rank: int, state: str, waited: str) -> str:
     if state == GONE:
         return f"rank {rank} is gone: its process was killed or has ended, or it has dropped the model"
     if state == SILENT:
@@ -114,35 +109,23 @@ def _lost(rank: int, state: str, waited: str) -> str:
     return f"rank {rank} cannot be reached {waited}: its machine or the network to it is down"
 
 
-def _told(board: Board, deadline: float = 0.0) -> str:
-    """The first cause that another rank has found; those that have failed are given time to find it."""
-    with board.news:
-        while True:
-            failed = [report for _, report in sorted(board.others.items()) if report.failed]
-            causes = [report.cause for report in failed if report.cause]
-            left = deadline - time.monotonic()
-            if causes or not failed or left <= 0:
-                return causes[0] if causes else ""
-            board.news.wait(left)
-
-
-def _late(board: Board, names: list[int], waited: str) -> str:
-    """Those that are not where this rank is."""
-    own = board.own
-    with board.news:
-        alive = [report for _, report in sorted(board.others.items()) if not report.failed]
-    others = [r for r in alive if (r.step, r.doing) != (own.step, own.doing)]
-    if not others:
+def _describe_late(status: SharedStatus, numbers: list[int], waited: str) -> str:
+    """Name the ranks that are at another step or do something else than this one; empty if there are none."""
+    here = status.report
+    elsewhere = [r for r in status.peer_reports(failed=False) if (r.step, r.doing) != (here.step, here.doing)]
+    if not elsewhere:
         return ""
-    here = f"rank {names[own.rank]} {own.doing} in step {own.step}"
-    there = (f"rank {names[r.rank]} is alive and {r.doing} in step {r.step}, for {r.seconds:.0f} s" for r in others)
-    return f"not all ranks have come to the exchange {waited}: {here}, {'; '.join(there)}"
+    this_rank = f"rank {numbers[here.rank]} {here.doing} in step {here.step}"
+    others = (
+        f"rank {numbers[r.rank]} is alive and {r.doing} in step {r.step}, for {r.seconds:.0f} s" for r in elsewhere
+    )
+    return f"not all ranks have come to the exchange {waited}: {this_rank}, {'; '.join(others)}"
 
 
-def _unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
-    failed = [roll_call.ranks[r] for r, report in sorted(roll_call.board.others.items()) if report.failed]
+def _describe_unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
+    failed = roll_call.status.peer_reports(failed=True)
     if failed:
-        return f"rank {failed[0]} has failed, and did not say why: see its own error"
+        return f"rank {roll_call.ranks[failed[0].rank]} has failed, and did not say why: see its own error"
     if not roll_call.reaches_all:
         return (
             "lost a peer, or it did not answer within the process group's timeout; nobody knows which one, since "
@@ -159,7 +142,7 @@ NOISE = re.compile(
 )
 
 
-def _short(error: BaseException) -> str:
-    """The first line, and of that what tells something."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, without what only Gloo's authors understand."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return NOISE.sub("", line)[:300]

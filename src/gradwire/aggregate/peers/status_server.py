@@ -1,4 +1,4 @@
-"""What a rank says about itself when it is asked (`roll_call.py`): the board it stands on, and the thread that answers.
+"""What a rank says about itself when another one asks (`roll_call.py`), and the thread that answers.
 
 A message, question and answer alike, is the token, a length (4 bytes) and a report as JSON (docs/wire-format.md).
 """
@@ -13,54 +13,133 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 from gradwire.aggregate.peers.addresses import own_address
 
-TOKEN = 16  # bytes
-LONGEST = 1 << 16  # of a message
+TOKEN_BYTES = 16
+LONGEST = 1 << 16  # bytes of a message
+QUESTION_SECONDS = 0.5  # that a peer has to send its question
 
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """What a rank says about itself."""
 
     rank: int
     step: int = 0
     doing: str = "has just attached"
-    seconds: float = 0.0  # for how long
+    seconds: float = 0.0  # for how long it has been doing so
     failed: bool = False
-    cause: str = ""  # why, once it is known
+    cause: str = ""  # why it has failed, once that is known
 
 
-@dataclass
-class Board:
-    """What the answering thread shares with its rank; it must not keep the rest of it alive."""
+class SharedStatus:
+    """What this rank says about itself, and what it knows of the others.
 
-    token: bytes
-    own: Report
-    since: float = field(default_factory=time.monotonic)
-    others: dict[int, Report] = field(default_factory=dict)  # the last that was heard of them
-    news: threading.Condition = field(default_factory=threading.Condition)
+    The rank's threads and the thread that answers questions share it: every method may be called from any thread. It
+    refers to nothing else of the rank, so that the answering thread does not keep a model alive. The first cause that a
+    rank reports is kept, since later ones only follow from it.
+    """
 
-    def report(self) -> bytes:
-        with self.news:
-            own = {**vars(self.own), "seconds": time.monotonic() - self.since}
-        text = json.dumps(own).encode()
-        return self.token + len(text).to_bytes(4, "little") + text
+    def __init__(self, rank: int, token: bytes):
+        self._changed = threading.Condition()
+        self._token = token
+        self._report = Report(rank)
+        self._since = time.monotonic()
+        self._peers: dict[int, Report] = {}  # the last report of each other rank
 
-    def hear(self, report: Report) -> None:
-        with self.news:
-            before = self.others.get(report.rank)
-            if before is None or not before.cause:  # the first cause is the true one; later ones follow from it
-                self.others[report.rank] = report
-            self.news.notify_all()
+    @property
+    def token(self) -> bytes:
+        """The secret that every question must bear."""
+        return self._token
+
+    def set_token(self, token: bytes) -> None:
+        """Take over the token that the ranks have agreed on."""
+        self._token = token
+
+    # ── this rank ──
+
+    @property
+    def report(self) -> Report:
+        """What this rank says now."""
+        with self._changed:
+            return replace(self._report, seconds=time.monotonic() - self._since)
+
+    def set_activity(self, doing: str, step: int | None = None) -> None:
+        """Say from now on that this rank is doing this, in this step, or in the same step as before."""
+        with self._changed:
+            self._since = time.monotonic()
+            self._report = replace(self._report, doing=doing, step=self._report.step if step is None else step)
+
+    def has_failed(self) -> bool:
+        """Tell whether this rank has failed."""
+        return self._report.failed
+
+    def begin_failure(self) -> bool:
+        """Say from now on that this rank has failed. False if it had said so before."""
+        with self._changed:
+            first = not self._report.failed
+            self._report = replace(self._report, failed=True)
+            return first
+
+    def set_cause(self, cause: str) -> None:
+        """Say from now on that this rank has failed, and why."""
+        with self._changed:
+            self._report = replace(self._report, failed=True, cause=cause[: LONGEST // 16])
+            self._changed.notify_all()
+
+    def wait_for_cause(self, seconds: float) -> str:
+        """Return why this rank has failed, once another thread has found out; empty if that takes too long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._report.cause, seconds)
+            return self._report.cause
+
+    # ── the other ranks ──
+
+    def record(self, report: Report) -> None:
+        """Note what another rank has said."""
+        with self._changed:
+            before = self._peers.get(report.rank)
+            if before is None or not before.cause:
+                self._peers[report.rank] = report
+            self._changed.notify_all()
+
+    def peer_reports(self, failed: bool) -> list[Report]:
+        """Return the last reports of the other ranks that have failed, or that have not, in rank order."""
+        with self._changed:
+            return [report for _, report in sorted(self._peers.items()) if report.failed == failed]
+
+    def wait_for_peer_cause(self, deadline: float) -> str:
+        """Return the first cause that another rank has found.
+
+        Ranks that have failed without saying why are given until `deadline` (of time.monotonic()) to find out. It is
+        empty if none has failed, or none says why.
+        """
+        with self._changed:
+            while True:
+                failed = [report for _, report in sorted(self._peers.items()) if report.failed]
+                causes = [report.cause for report in failed if report.cause]
+                seconds = deadline - time.monotonic()
+                if causes or not failed or seconds <= 0:
+                    return causes[0] if causes else ""
+                self._changed.wait(seconds)
+
+    # ── on the wire ──
+
+    def message(self) -> bytes:
+        """Return this rank's report as it is sent, question and answer alike."""
+        text = json.dumps(asdict(self.report)).encode()
+        return self._token + len(text).to_bytes(4, "little") + text
 
 
-def listen() -> socket.socket | None:
-    """None where there is no address to listen at: then nobody can be named, but all else works."""
+def open_listener() -> socket.socket | None:
+    """Return a socket that listens at an address of this machine.
+
+    It is None where there is no such address: then no rank can be named, but all else works.
+    """
     try:
         address = own_address()
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -72,7 +151,8 @@ def listen() -> socket.socket | None:
         return None
 
 
-def close(listener: socket.socket) -> None:
+def close_listener(listener: socket.socket) -> None:
+    """Close the socket, and end the thread that answers there."""
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
     listener.close()
@@ -88,7 +168,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def answer(listener: socket.socket, board: Board) -> None:
+def answer_questions(listener: socket.socket, status: SharedStatus) -> None:
+    """Answer every question with this rank's report, until the socket is closed; runs in a thread of its own."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -96,26 +177,27 @@ def answer(listener: socket.socket, board: Board) -> None:
             return  # closed
         with connection, suppress(OSError, ValueError):
             # Questions are short and sent at once: a peer that hesitates must not keep the others waiting.
-            board.hear(receive(connection, board.token, time.monotonic() + 0.5))
-            connection.sendall(board.report())
+            status.record(read_report(connection, status.token, time.monotonic() + QUESTION_SECONDS))
+            connection.sendall(status.message())
 
 
-def receive(connection: socket.socket, token: bytes, deadline: float) -> Report:
-    head = _exactly(connection, TOKEN + 4, deadline)
-    length = int.from_bytes(head[TOKEN:], "little")
-    if not hmac.compare_digest(head[:TOKEN], token) or length > LONGEST:
-        raise ValueError("not one of us")
-    values = json.loads(_exactly(connection, length, deadline))
+def read_report(connection: socket.socket, token: bytes, deadline: float) -> Report:
+    """Read a message. ValueError if it bears another token or is damaged; OSError if it does not come in time."""
+    head = _read_exactly(connection, TOKEN_BYTES + 4, deadline)
+    length = int.from_bytes(head[TOKEN_BYTES:], "little")
+    if not hmac.compare_digest(head[:TOKEN_BYTES], token) or length > LONGEST:
+        raise ValueError("the message bears another token, or is too long")
+    values = json.loads(_read_exactly(connection, length, deadline))
     report = Report(**{name: values[name] for name in Report.__dataclass_fields__})
     if not isinstance(report.rank, int):
-        raise ValueError("no rank")
+        raise ValueError("the message names no rank")
     return report
 
 
-def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
+def _read_exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
     data = b""
     while len(data) < length:
-        connection.settimeout(left(deadline))
+        connection.settimeout(seconds_until(deadline))
         part = connection.recv(length - len(data))
         if not part:
             raise ConnectionResetError("closed")
@@ -123,5 +205,6 @@ def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
     return data
 
 
-def left(deadline: float) -> float:
+def seconds_until(deadline: float) -> float:
+    """Return the seconds until `deadline` (of time.monotonic()), a millisecond at least."""
     return max(0.001, deadline - time.monotonic())

@@ -23,25 +23,36 @@ except ImportError:
 
 SILENCE = 1.5
 """Seconds without any answer until the aggregator counts as lost."""
-LOOK_AROUND = 1.0
+IDLE_CHECK = 1.0
 """Seconds between operations until a worker asks whether the session is still there."""
 
 
 @dataclass
 class Operation:
-    """What a worker gave, and got."""
+    """One sum: the words that a worker has given, and the words of all workers when they have come."""
 
-    either: Tensor
-    """int32, ORed."""
-    add: Tensor
-    """int32, added."""
+    or_words: Tensor
+    """int32, to be ORed."""
+    add_words: Tensor
+    """int32, to be added."""
     result: tuple[Tensor, Tensor] | None = None
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
+    """Set when there is a result or an error."""
 
 
 class InNetwork:
-    """One worker's side of a job at an aggregator. Operations are the same, in the same order, on all workers."""
+    """One worker's side of a job at an aggregator.
+
+    All workers of the job start the same operations, with as many words, in the same order. Each promise is kept for
+    all of them: an operation ends with the same sum everywhere, or with an AggregateError that says what to do. Packets
+    that are lost are sent again. If the aggregator itself is lost, the worker joins it again and repeats what not all
+    workers have finished; an operation is never counted twice.
+
+    `join` comes first, and `close` last; `start` and `finish` are called by one thread at a time, in between. Words
+    travel in a thread of this object, which alone changes `operations` and talks to the native client. It never changes
+    the tensors that it was given, and it keeps the words of the last operation until the next one is done.
+    """
 
     def __init__(
         self, address: str, worker: int, world: int, job: bytes, timeout: float = 60.0, key: bytes | None = None
@@ -59,31 +70,35 @@ class InNetwork:
             raise SpecError(f"worker {worker} of {world}: they count from 0")
         ip, port = aggregator_join.resolve(address)
         self.operations = 0
-        """Done; those without words are not counted."""
+        """Operations done; those without words are not counted."""
         self.timeout = timeout
-        self._who = aggregator_join.Membership(address, key, job, worker, world)
+        self._patience = timeout
+        self._membership = aggregator_join.Membership(address, key, job, worker, world)
         self._client = AggregatorClient(ip, port, key)
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._last: Operation | None = None
         self._under_way: Operation | None = None
-        self.patience = timeout
-        """Seconds that an aggregator has to answer, or to come back."""
-        self._redo = False
-        """The session begins with the last operation, which this worker has done."""
+        self._repeats_last = False  # the session begins with the last operation, which this worker has done
         self._joined = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
+    def set_patience(self, seconds: float) -> None:
+        """Set how long an aggregator has to answer, or to come back; at first that is the timeout."""
+        self._patience = seconds
+
     def join(self) -> None:
         """Wait for all workers of the job; AggregateError says what to do if they do not come together."""
-        self._join(time.monotonic() + min(self.timeout, self.patience))
+        self._join(time.monotonic() + min(self.timeout, self._patience))
         self._thread = threading.Thread(target=self._work, name="gradwire-aggregator", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread in native code that outlives the interpreter would abort the process
 
     def start(self, or_words: Tensor, add_words: Tensor) -> Operation:
-        """Queue an operation. The tensors must not change until the next operation is done: should the aggregator
-        be lost, they are sent again."""
+        """Queue an operation.
+
+        The tensors must not change until the next operation is done: if the aggregator is lost, they are sent again.
+        """
         for words in (or_words, add_words):
             if words.dtype != torch.int32 or words.dim() != 1 or not words.is_contiguous() or words.is_cuda:
                 raise AggregateError("words are contiguous int32 tensors of one dimension, on the CPU")
@@ -98,10 +113,11 @@ class InNetwork:
         return operation
 
     def ready(self, operation: Operation) -> bool:
+        """Tell whether `finish` would return at once."""
         return operation.done.is_set()
 
     def finish(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        """ORed and added words of all workers; AggregateError after `timeout` seconds without progress."""
+        """Wait for the ORed and the added words of all; AggregateError after `timeout` seconds without progress."""
         operation.done.wait()
         if operation.error is not None:
             raise operation.error
@@ -109,8 +125,10 @@ class InNetwork:
         return operation.result
 
     def last(self) -> tuple[Operation | None, Operation | None]:
-        """The last operation done (`.either`, `.add`, `.result`), which another worker may not have finished, and the
-        one under way or failed: what another transport has to begin with. After an error."""
+        """Return the last operation done, which another worker may not have finished, and the one under way or failed.
+
+        After an error, these are what another transport has to begin with.
+        """
         return self._last, self._under_way
 
     def close(self) -> None:
@@ -125,38 +143,41 @@ class InNetwork:
 
     @property
     def bytes_sent(self) -> int:
-        """Of IP packets, those sent again included."""
-        return self._client.bytes_sent
+        """Bytes of IP packets sent, those sent again included."""
+        return int(self._client.bytes_sent)
 
     @property
     def bytes_received(self) -> int:
-        return self._client.bytes_received
+        """Bytes of IP packets received."""
+        return int(self._client.bytes_received)
 
     @property
     def resent(self) -> int:
-        """Packets."""
-        return self._client.resent
+        """Packets that were sent again."""
+        return int(self._client.resent)
+
+    # ── in the thread, or before it starts ──
 
     def _join(self, deadline: float) -> None:
         self._joined = False
-        accept = aggregator_join.join(self._client, self._who, self.operations, deadline)
+        accept = aggregator_join.join(self._client, self._membership, self.operations, deadline)
         behind = self.operations - accept.first_operation
         if behind not in (0, 1) or (behind and self._last is None):
             raise AggregateError(
                 f"the others go on with operation {accept.first_operation}, this worker with {self.operations}:"
                 " start all workers anew"
             )
-        key = packet_format.session_key(self._who.key, self._who.job, accept.session_nonce)
-        self._client.begin(accept.session, key, self._who.worker, accept.slots)
-        self._redo, self._joined = bool(behind), True
+        key = packet_format.session_key(self._membership.key, self._membership.job, accept.session_nonce)
+        self._client.begin(accept.session, key, self._membership.worker, accept.slots)
+        self._repeats_last, self._joined = bool(behind), True
 
     def _work(self) -> None:
         while True:
             try:
-                operation = self._queue.get(timeout=LOOK_AROUND)
+                operation = self._queue.get(timeout=IDLE_CHECK)
             except queue.Empty:
                 try:
-                    self._look_around()
+                    self._check_session()
                 except Exception as error:
                     self._failure = error
                 continue
@@ -174,55 +195,56 @@ class InNetwork:
             operation.done.set()
 
     def _run(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        """Through as many sessions as it takes."""
-        results = torch.empty_like(operation.either), torch.empty_like(operation.add)
+        """Return the sum, through as many sessions as it takes."""
+        results = torch.empty_like(operation.or_words), torch.empty_like(operation.add_words)
         deadline = time.monotonic() + self.timeout
         while True:
             if not self._joined:
-                self._join(min(deadline, time.monotonic() + self.patience))
-            if self._catch_up() and self._through(operation, results):
+                self._join(min(deadline, time.monotonic() + self._patience))
+            if self._repeat_last() and self._run_in_session(operation, results):
                 return results
             age = self._client.result_age()
             if age >= 0:
                 deadline = time.monotonic() - age + self.timeout
 
-    def _catch_up(self) -> bool:
-        """Do the last operation again, for workers that had not finished it when the session ended."""
-        if not self._redo or self._last is None:
+    def _repeat_last(self) -> bool:
+        """Do the last operation again for workers that had not finished it, if there are any. False if that failed."""
+        if not self._repeats_last or self._last is None:
             return True
-        spare = torch.empty_like(self._last.either), torch.empty_like(self._last.add)
-        self._redo = not self._through(self._last, spare)
-        return not self._redo
+        discarded = torch.empty_like(self._last.or_words), torch.empty_like(self._last.add_words)
+        self._repeats_last = not self._run_in_session(self._last, discarded)
+        return not self._repeats_last
 
-    def _through(self, operation: Operation, results: tuple[Tensor, Tensor]) -> bool:
-        """False if the session is over; AggregateError where joining again would not help."""
-        outcome = self._client.run(operation.either, operation.add, *results, self.timeout, SILENCE)
+    def _run_in_session(self, operation: Operation, results: tuple[Tensor, Tensor]) -> bool:
+        """Return False if the session has ended; AggregateError if joining again would not help."""
+        outcome = self._client.run(operation.or_words, operation.add_words, *results, self.timeout, SILENCE)
         if outcome in ("late", "stopped") or (outcome != "done" and self._client.who_left() != packet_format.NOBODY):
-            raise AggregateError(self._why(outcome))
+            raise AggregateError(self._explain(outcome))
         self._joined = outcome == "done"
         return self._joined
 
-    def _why(self, outcome: str) -> str:
+    def _explain(self, outcome: str) -> str:
+        """Return why an operation has failed for good."""
         if outcome == "stopped":
             return "the connection to the aggregator was closed in mid-operation"
         if self._client.who_left() != packet_format.NOBODY:
             return f"worker {self._client.who_left()} has left the job: it ended, or has fewer steps than this one"
-        ages = self._client.told()
-        if not ages:
-            return f"the aggregator at {self._who.address} does not answer"
-        late = [worker for worker, age in enumerate(ages) if age >= 1000 and worker != self._who.worker]
+        silences = self._client.silences()  # milliseconds
+        if not silences:
+            return f"the aggregator at {self._membership.address} does not answer"
+        late = [worker for worker, age in enumerate(silences) if age >= 1000 and worker != self._membership.worker]
         if not late:
             return f"no progress in {self.timeout:g} s, though all workers were heard of lately"
-        named = ", ".join(f"worker {worker}, last heard {ages[worker] / 1000:.0f} s ago" for worker in late)
+        named = ", ".join(f"worker {worker}, last heard {silences[worker] / 1000:.0f} s ago" for worker in late)
         return f"no sum in {self.timeout:g} s for want of {named}: it has ended, hangs, or needs a longer timeout"
 
-    def _look_around(self) -> None:
-        """Between operations: if the aggregator was restarted, others may wait for this worker to join again."""
+    def _check_session(self) -> None:
+        """Join again between operations if the session has ended: the others may wait for this worker."""
         if self._failure is not None:
             return
-        gone = self._client.glance() == "gone" and self._client.who_left() == packet_format.NOBODY
-        if gone or not self._joined:  # it may have been lost again while the last operation was repeated
+        ended = self._client.look_for_end() == "gone" and self._client.who_left() == packet_format.NOBODY
+        if ended or not self._joined:  # it may have been lost again while the last operation was repeated
             self._join(time.monotonic() + self.timeout)
-            self._catch_up()
+            self._repeat_last()
         else:
             self._client.ask()

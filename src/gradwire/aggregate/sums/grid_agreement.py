@@ -1,5 +1,7 @@
-"""What ranks know of each other's gradients when they sum words (docs/homomorphic.md): the grids and the sizes of the
-next step, agreed on with the words of this one.
+"""What ranks tell each other of their gradients when they sum words (docs/homomorphic.md).
+
+With the words of a step, ranks send a summary of each part. From the summaries of all, every rank computes the same
+grids and the same sizes of index and sketch for the next step. A summary travels as words of the sum:
 
 ORed, in front of the index, for each part:  8 words  one bit of 256, at the exponent of this rank's largest entry; the
                                                       last bit if an entry is not finite
@@ -26,48 +28,54 @@ from gradwire.homomorphic.grid import Grid
 from gradwire.homomorphic.plan import LANES, Plan, choose, choose_index
 
 EXPONENT_WORDS = 8
-NOT_FINITE, LARGEST = 255, 254  # exponents
+NOT_FINITE, LARGEST = 255, 254  # exponents, with a bias of 127 as in float32
 HEADROOM = 4  # bits above the last maximum: a gradient that grows sixteenfold in a step is still on the grid
 LOG_UNITS = 2**16
-FILTER_ROOM = 2  # times the largest union of late, for a filter that would be useless if it were full
+FILTER_ROOM = 2  # times the largest recent union, since a filter that is full would be useless
 REMEMBERED = 4  # steps whose largest exponents and unions count
-EIGHTHS = tuple(2 ** (i / 8) for i in range(8))  # of an octave, in which a common root mean square is told
+EIGHTHS = tuple(2 ** (i / 8) for i in range(8))  # root mean squares are rounded to an eighth of an octave
 
 
-# ── what is told ──────────────────────────────────────────────────────────────────────────────────
+# ── what ranks tell each other ────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class PartSummary:
-    """Of a part, by this rank; or by all of them, the logarithms then being a sum."""
+    """What is told of a part: of one rank's entries, or of those of all ranks together."""
 
     exponent: int = 0  # of the largest entry
-    level: int = 0
+    level: int = 0  # 2^16·log2 of the root mean square; of several ranks, the sum of theirs
     ranks: int = 0  # that have any entries
 
     @classmethod
     def of(cls, exponent: int, squares: float = 0.0, entries: int = 0) -> PartSummary:
+        """Summarise this rank's entries: the exponent of the largest, the sum of their squares, and their number."""
         if exponent == NOT_FINITE or not squares > 0:
             return cls(exponent)
         return cls(exponent, round(LOG_UNITS * 0.5 * math.log2(squares / entries)), 1)
 
 
-def ored_words(told: Sequence[PartSummary]) -> torch.Tensor:
-    bits = np.zeros((len(told), EXPONENT_WORDS), dtype=np.uint32)
-    for row, part in zip(bits, told, strict=True):
+def ored_words(summaries: Sequence[PartSummary]) -> torch.Tensor:
+    """Return the words of the summaries that are ORed: eight int32 for each part."""
+    bits = np.zeros((len(summaries), EXPONENT_WORDS), dtype=np.uint32)
+    for row, part in zip(bits, summaries, strict=True):
         row[part.exponent >> 5] = 1 << (part.exponent & 31)
     return torch.from_numpy(bits.reshape(-1).view(np.int32))
 
 
-def added_words(told: Sequence[PartSummary], fingerprint: int) -> torch.Tensor:
-    words = [fingerprint, *(word for part in told for word in (part.level, part.ranks))]
+def added_words(summaries: Sequence[PartSummary], fingerprint: int) -> torch.Tensor:
+    """Return the words of the summaries that are added: the fingerprint, and two int32 for each part."""
+    words = [fingerprint, *(word for part in summaries for word in (part.level, part.ranks))]
     return torch.from_numpy(np.array(words, dtype=np.int64).astype(np.uint32).view(np.int32))
 
 
 def summaries_from_words(
     ored: torch.Tensor, added: torch.Tensor, parts: int, world: int, fingerprint: int
 ) -> list[PartSummary]:
-    """What all ranks told of each part."""
+    """Return what all `world` ranks together told of each part.
+
+    AggregateError if their fingerprints were not all the given one, or if the sum was damaged.
+    """
     if int(added[0]) & 0xFFFFFFFF != (world * fingerprint) & 0xFFFFFFFF:
         raise AggregateError(
             "ranks sent words of different tensors, or of different steps, or on different grids: all ranks must have "
@@ -86,55 +94,73 @@ def summaries_from_words(
 
 @dataclass
 class Scale:
-    """Of a part, whatever it travels with."""
+    """How large the entries of one part are, from the summaries of recent steps.
 
-    exponents: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    All ranks have the same, since they learn from the same sums. A part keeps its scale whatever message it travels in.
+    """
+
+    exponents: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # of the largest entries
     eighths: int = 0  # the root mean square is 2^(eighths/8)
 
-    def learn(self, told: PartSummary) -> None:
-        if told.exponent or not self.exponents:  # otherwise no rank has anything
-            self.exponents.append(told.exponent)
-        if told.ranks > 0:
-            self.eighths = round(told.level * 8 / (LOG_UNITS * told.ranks))
+    def learn(self, summary: PartSummary) -> None:
+        """Take in what all ranks told of this part in a step."""
+        if summary.exponent or not self.exponents:  # otherwise no rank has any entry
+            self.exponents.append(summary.exponent)
+        if summary.ranks > 0:
+            self.eighths = round(summary.level * 8 / (LOG_UNITS * summary.ranks))
 
     def exponent(self, limits: bool) -> int:
-        """What a grid holds: some times the last maximum, if what is beyond can wait; otherwise, all of late."""
+        """Return the exponent that the next grid must hold.
+
+        If entries above the limit may wait in an error memory (`limits`), 16 times the last maximum is enough;
+        otherwise it is the largest maximum of recent steps.
+        """
         return min(LARGEST, self.exponents[-1] + HEADROOM if limits else max(self.exponents))
 
     def grid(self, bits: int, world: int, limits: bool) -> Grid:
+        """Return the grid of the next step, for integers of this many bits that are summed over `world` ranks."""
         if limits and bits < 32:
             return grids.by_rms(math.ldexp(EIGHTHS[self.eighths & 7], self.eighths >> 3), bits, world)
         return grids.by_largest(self.exponent(limits), bits, world)
 
     def saved(self) -> torch.Tensor:
+        """Return the scale as a tensor, for a checkpoint."""
         return torch.tensor([self.eighths, *self.exponents])
 
     @classmethod
     def loaded(cls, state: torch.Tensor) -> Scale:
+        """Return the scale that `saved` made this tensor of."""
         eighths, *exponents = state.tolist()
         return cls(deque(exponents, maxlen=REMEMBERED), eighths)
 
 
 @dataclass
 class Sizes:
-    """Of the unions of a message."""
+    """How many words the unions of one message had in recent steps: all words that are not zero on some rank.
+
+    A union is counted in blocks of several sizes: a mapping from the lanes of a block to the number of blocks.
+    """
 
     unions: deque[Mapping[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    guessed: bool = True  # as the sum of what the ranks have
+    guessed: bool = True  # before the first union is known, the words of all ranks are added up instead
 
     def guess(self, blocks: Mapping[int, int]) -> None:
         """Begin with a guess of the first union, by number of lanes: what all ranks have together."""
         self.unions.append(blocks)
 
     def learn(self, blocks: Mapping[int, int]) -> None:
+        """Take in the union of a step."""
         if self.guessed:
             self.unions.clear()
         self.guessed = False
         self.unions.append(blocks)
 
     def plan(self, words: int, lanes: Sequence[int], most: int | None, seed: int) -> Plan:
-        """Room for the most words that the union can have, if that is known; otherwise for the largest union of late,
-        and some more."""
+        """Return the plan of index and sketch for the next step, for a message of this many words.
+
+        There is room for `most`, the largest union there can be, if that is known; otherwise for the largest union of
+        recent steps and a little more.
+        """
         rooms = ((1, most),) if most is not None else self._rooms(words, lanes)
         return replace(_plan(words, rooms), seed=seed)
 
@@ -143,12 +169,12 @@ class Sizes:
         return tuple((n, min(_with_room(count), -(-words // n))) for n, count in largest.items())
 
     def index_plan(self, words: int, lanes: Sequence[int], most: int | None, seed: int) -> Plan:
-        """The same where there is no sketch."""
+        """Return the plan of the index alone, for exchanges without a sketch."""
         return replace(_index_plan(words, self._rooms(words, lanes), most), seed=seed)
 
 
 def _with_room(count: int) -> int:
-    """A few percent more; of few different sizes, so that plans are met again."""
+    """Return a few percent more, rounded to few different sizes, so that plans are used again (they are cached)."""
     count += count // 32 + 2 * math.isqrt(count) + 1
     step = 1 << max(0, count.bit_length() - 7)
     return -(-count // step) * step
@@ -166,9 +192,10 @@ def _index_plan(words: int, rooms: tuple[tuple[int, int], ...], most: int | None
 
 
 def counts_as_words(counts: Mapping[int, int]) -> torch.Tensor:
+    """Return this rank's numbers of blocks as int32 words, which are added up over all ranks."""
     return torch.tensor([counts[lanes] for lanes in LANES], dtype=torch.int32)
 
 
 def counts_from_words(words: Sequence[int]) -> dict[int, int]:
-    """Those of all ranks together: no union has more."""
+    """Return the numbers of blocks of all ranks together; no union has more."""
     return {lanes: int(count) for lanes, count in zip(LANES, words, strict=True)}

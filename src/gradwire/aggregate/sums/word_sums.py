@@ -1,4 +1,4 @@
-"""Words of all ranks, ORed and added up: over a process group, or by an aggregator (`aggregator_client.py`)."""
+"""What sums the words of all ranks: a process group here, an aggregator in `aggregator_fallback.py`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,39 @@ from gradwire.aggregate.transport.link import Link
 
 
 class WordSums(Protocol):
-    """All ranks call `start` with as many words, in the same order. The words given are not to be changed."""
+    """ORs and adds the int32 words of all ranks.
+
+    All ranks call `start` with as many words, in the same order, and then `finish` in the order of their starts, from
+    one thread. `finish` returns the same words on all ranks. The words that were given are never changed, and the
+    caller must not change them until the next sum is finished.
+    """
 
     @property
-    def bytes_sent(self) -> int: ...
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent, besides those that the training's link counts."""
+        ...
 
     @property
-    def bytes_received(self) -> int: ...
+    def bytes_received(self) -> int:
+        """Bytes that this rank has received, besides those that the training's link counts."""
+        ...
 
-    def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Any: ...
+    def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> Any:
+        """Start a sum, and return what `finish` takes."""
+        ...
 
-    def finish(self, pending: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def finish(self, pending: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for a sum, and return its ORed and its added words, on the CPU."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back connections; nothing else may be called after this."""
+        ...
 
 
 @dataclass
 class PendingAllReduce:
-    """All-reduces under way."""
+    """The all-reduces of one sum, under way."""
 
     ored: torch.Tensor
     added: torch.Tensor
@@ -37,7 +52,7 @@ class PendingAllReduce:
 
 
 class ProcessGroupSums:
-    """Bytes are counted by the link."""
+    """Sums words by all-reduces of a process group. Bytes are counted by the link."""
 
     bytes_sent = bytes_received = 0
 
@@ -45,37 +60,41 @@ class ProcessGroupSums:
         self.link = link
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> PendingAllReduce:
+        """Start to OR and to add the words of all ranks."""
         ored, added = or_words, add_words.to(self.link.device, copy=True)
         works = []
         if len(or_words) and self.link.can_or:
             ored = or_words.clone()
             works.append(self.link.all_reduce(ored, dist.ReduceOp.BOR))
         elif len(or_words):
-            ored = self._ored(or_words)
+            ored = self._ored_by_shares(or_words)
         if len(add_words):
             works.append(self.link.all_reduce(added))
         return PendingAllReduce(ored, added, works)
 
     def finish(self, pending: PendingAllReduce) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the ORed and the added words."""
         for work in pending.works:
             self.link.wait(work)
         return pending.ored.cpu(), pending.added.cpu()
 
     def close(self) -> None:
-        pass
+        """Do nothing: the link is closed by its owner."""
 
-    def _ored(self, words: torch.Tensor) -> torch.Tensor:
-        """NCCL has no OR: every rank ORs its share of the words of all, and sends it to all."""
+    def _ored_by_shares(self, words: torch.Tensor) -> torch.Tensor:
+        """OR without a collective for it, which NCCL lacks: every rank ORs a share of all ranks' words, and gathers."""
         link = self.link
         share = -(-len(words) // link.world)
         padded = torch.zeros(share * link.world, dtype=words.dtype, device=link.device)
         padded[: len(words)] = words.to(link.device)
-        arrived, work = link.all_to_all(list(padded.split(share)), [share] * link.world, torch.empty_like(padded))
+        arrived, work = link.all_to_all(
+            list(torch.split(padded, share)), [share] * link.world, torch.empty_like(padded)
+        )
         link.wait(work)
-        link.bytes_received += (link.world - 1) * share * words.element_size()
-        own, *others = arrived.view(link.world, share)
+        link.count_received((link.world - 1) * share * words.element_size())
+        ored, *others = arrived.view(link.world, share)
         for other in others:
-            own = own | other
-        gathered, work = link.all_gather(own)
+            ored = ored | other
+        gathered, work = link.all_gather(ored)
         link.wait(work)
         return gathered[: len(words)]

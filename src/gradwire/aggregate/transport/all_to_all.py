@@ -1,18 +1,16 @@
 """All-to-all of messages whose lengths differ, in one round: every rank has one for every rank.
 
-1. A receiver makes room for what each sender may send: somewhat more than the last message between the two, so that
-   both know how much it is, and no sizes have to be exchanged first.
-2. Over Gloo a sender sends no more than its message; NCCL wants both to name the same length, so it is padded.
-3. The rest of a message that does not fit follows from one to the other alone, since both know of it.
+1. A receiver makes room for each sender's message: somewhat more than the last one between the two needed. Both know
+   how much that is, so no sizes have to be exchanged first.
+2. Over Gloo a sender sends no more than its message. NCCL wants both to name the same length, so the message is padded.
+3. What does not fit into the room follows between these two ranks alone, since both know of it.
 
-The very first time there is nothing to go by, and the lengths are exchanged on their own.
-Collectives are started by `start` and `finish` alone, never in a callback, so that their order is the
-order of these calls, the same on every rank.
+The very first time there is no last message to go by, and the lengths are exchanged on their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,23 +18,34 @@ import torch
 import torch.distributed as dist
 
 from gradwire.aggregate.transport.link import Link
-from gradwire.aggregate.transport.message_prefix import PREFIX, Subject, capacity_for, length_of, padded
+from gradwire.aggregate.transport.message_prefix import PREFIX, ByteArray, Subject, capacity_for, length_of, padded
 
 
 @dataclass
 class PendingMessages:
-    """An exchange under way."""
+    """The messages of one exchange that is under way."""
 
     key: Hashable
     subject: Subject
     blocks: list[torch.Tensor]  # this rank's messages, one to each rank
-    capacities_out: list[int]  # to each rank
-    sizes_in: list[int]  # from each rank; none from this one
+    capacities_out: list[int]  # bytes that each rank has made room for
+    sizes_in: list[int]  # bytes of room for the message of each rank; 0 for this one
     received: torch.Tensor
     work: dist.Work
 
 
 class AllToAll:
+    """Sends one message from every rank to every rank, in one round.
+
+    It promises that messages arrive whole, that each is about the subject that this rank expects (AggregateError names
+    the rank whose message is not), and that no rank can make another one take more memory than its subject allows.
+
+    Collectives are started by `start` and `finish` alone, never in a callback, so that their order is the order of
+    these calls; all ranks make them in the same order, from one thread at a time. `ready` starts none. A key names a
+    series of similar exchanges, such as those of a bucket; buffers and room are kept by key. What `finish` returns lies
+    in such a buffer.
+    """
+
     def __init__(self, link: Link):
         self.link = link
         self._capacities: dict[Hashable, tuple[list[int], list[int]]] = {}
@@ -45,7 +54,7 @@ class AllToAll:
     def start(
         self, key: Hashable, subject: Subject, blocks: Sequence[torch.Tensor], lengths: Sequence[int]
     ) -> PendingMessages:
-        """Send blocks[r][:16+lengths[r]] to rank r; the first sixteen bytes are left for us.
+        """Start to send blocks[r][: 16 + lengths[r]] to rank r; the prefix is written into the first sixteen bytes.
 
         All messages that ranks send to the same rank are about the same subject.
         """
@@ -53,29 +62,30 @@ class AllToAll:
             subject.seal(block, length)
         messages = [block[: PREFIX + length] for block, length in zip(blocks, lengths, strict=True)]
         if key not in self._capacities:
-            arriving = self._agree(subject, [len(message) for message in messages])
+            arriving = self._exchange_lengths(subject, [len(message) for message in messages])
             self._capacities[key] = self._room(map(len, messages)), self._room(arriving)
-        to, of = self._capacities[key]
+        capacities_out, capacities_in = self._capacities[key]
         parts = [
             message[:room] if self.link.exact_lengths else padded(block, room)
-            for message, block, room in zip(messages, blocks, to, strict=True)
+            for message, block, room in zip(messages, blocks, capacities_out, strict=True)
         ]
-        parts[self.link.rank] = parts[self.link.rank][:0]  # what stays here need not travel
-        sizes_in = [0 if r == self.link.rank else room for r, room in enumerate(of)]
+        parts[self.link.rank] = parts[self.link.rank][:0]  # this rank's own message need not travel
+        sizes_in = [0 if r == self.link.rank else room for r, room in enumerate(capacities_in)]
         received, work = self.link.all_to_all(parts, sizes_in, self._buffer(key, sum(sizes_in)))
-        return PendingMessages(key, subject, messages, to, sizes_in, received, work)
+        return PendingMessages(key, subject, messages, capacities_out, sizes_in, received, work)
 
-    def _agree(self, subject: Subject, lengths: list[int]) -> list[int]:
+    def _exchange_lengths(self, subject: Subject, lengths: list[int]) -> list[int]:
         one_each = [1] * self.link.world
         room = torch.empty(self.link.world, dtype=torch.int64, device=self.link.device)
-        arriving, work = self.link.all_to_all(list(torch.tensor(lengths).split(1)), one_each, room)
+        arriving, work = self.link.all_to_all(list(torch.split(torch.tensor(lengths), 1)), one_each, room)
         self.link.wait(work)
-        self.link.bytes_received += 8 * (self.link.world - 1)
-        for rank, announced in enumerate(arriving.tolist()):
-            subject.check_length(rank, announced - PREFIX)
-        return arriving.tolist()
+        self.link.count_received(8 * (self.link.world - 1))
+        announced: list[int] = arriving.tolist()
+        for rank, length in enumerate(announced):
+            subject.check_length(rank, length - PREFIX)
+        return announced
 
-    def _room(self, lengths: Sequence[int] | map) -> list[int]:
+    def _room(self, lengths: Iterable[int]) -> list[int]:
         return [capacity_for(n, self.link.exact_lengths) for n in lengths]
 
     def _buffer(self, key: Hashable, size: int) -> torch.Tensor:
@@ -86,15 +96,18 @@ class AllToAll:
         return buffer[:size]
 
     def ready(self, pending: PendingMessages) -> bool:
-        """Whether `finish` would neither wait nor have to send a rest, whose place in the order is fixed."""
+        """Tell whether `finish` would neither wait nor send a rest, which has a fixed place in the order."""
         if self.link.device.type != "cpu" or not pending.work.is_completed():
             return False
         out = zip(pending.blocks, pending.capacities_out, strict=True)
         fits = all(len(block) <= room for r, (block, room) in enumerate(out) if r != self.link.rank)
         return fits and all(length_of(block) <= len(block) for block in self._split(pending))
 
-    def finish(self, pending: PendingMessages) -> list[np.ndarray]:
-        """The messages to this rank, in rank order, its own among them; valid until the next `start` with this key."""
+    def finish(self, pending: PendingMessages) -> list[ByteArray]:
+        """Wait for the messages to this rank, in rank order, its own among them.
+
+        They are valid until the next `start` with this key.
+        """
         self.link.wait(pending.work)
         blocks = self._split(pending)
         for rank, block in enumerate(blocks):
@@ -104,19 +117,20 @@ class AllToAll:
         arrived = (
             min(n, size) if self.link.exact_lengths else size for n, size in zip(lengths, pending.sizes_in, strict=True)
         )
-        self.link.bytes_received += sum(arrived)
+        self.link.count_received(sum(arrived))
         self._add_rests(pending, blocks, lengths)
         return [block[PREFIX:length] for block, length in zip(blocks, lengths, strict=True)]
 
-    def _split(self, pending: PendingMessages) -> list[np.ndarray]:
-        blocks = [block.numpy() for block in pending.received.cpu().split(pending.sizes_in)]
+    def _split(self, pending: PendingMessages) -> list[ByteArray]:
+        blocks = [block.numpy() for block in torch.split(pending.received.cpu(), pending.sizes_in)]
         blocks[self.link.rank] = pending.blocks[self.link.rank].numpy()
         return blocks
 
-    def _add_rests(self, pending: PendingMessages, blocks: list[np.ndarray], lengths: list[int]) -> None:
-        own, device = self.link.rank, self.link.device
+    def _add_rests(self, pending: PendingMessages, blocks: list[ByteArray], lengths: list[int]) -> None:
+        """Send and receive what did not fit into the room, and complete the blocks with it."""
+        device = self.link.device
         out = enumerate(zip(pending.blocks, pending.capacities_out, strict=True))
-        sent = {r: block[room:].to(device) for r, (block, room) in out if r != own and len(block) > room}
+        sent = {r: block[room:].to(device) for r, (block, room) in out if r != self.link.rank and len(block) > room}
         received = {
             r: torch.empty(length - len(block), dtype=torch.uint8, device=device)
             for r, (block, length) in enumerate(zip(blocks, lengths, strict=True))

@@ -1,9 +1,9 @@
 """A thread that encodes, exchanges and decodes beside the backward pass, which goes on meanwhile.
 
-A job is a generator: it starts a collective, and yields a `Pause` until that has come through. Jobs that are waiting
-let others begin. But collectives must be started in the same order on every rank, whatever arrives first, so a job
-that goes on to start another one (`ordered`) does so at a fixed place: one pause after each new job, newest first.
-All others go on as soon as they can.
+An exchange is a generator: it starts a collective, and yields a `Pause` until that has come through. Exchanges that are
+waiting let others begin. But collectives must be started in the same order on every rank, whatever arrives first. So an
+exchange that will start another collective (its pause is `ordered`) goes on at a fixed place: each time a new exchange
+has begun, all ordered ones go on by one pause, newest first. All others go on as soon as they can.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ POLL = 0.002  # seconds between looks at collectives under way, while nothing el
 
 @dataclass
 class Pause:
-    """A job waits; `ready()` tells whether it could go on without waiting and without starting a collective."""
+    """An exchange waits for a collective."""
 
-    ready: Callable[[], bool] | None  # None where it will start a collective
+    ready: Callable[[], bool] | None
+    """Tells whether the exchange could go on without waiting; None if it will start another collective."""
 
     @property
     def ordered(self) -> bool:
+        """Whether the exchange has to go on at the same place in the order on all ranks."""
         return self.ready is None
 
 
 Exchange = Generator[Pause, None, None]
 
 
-class _Running:
-    def __init__(self, job: Exchange):
-        self.job = job
+class _RunningExchange:
+    def __init__(self, exchange: Exchange):
+        self.exchange = exchange
         self.pause: Pause | None = None
         self.advance()
 
     def advance(self) -> None:
-        """To its next pause, or to its end (None)."""
-        self.pause = next(self.job, None)
+        """Run to the next pause, or to the end (None)."""
+        self.pause = next(self.exchange, None)
 
     @property
     def ordered(self) -> bool:
@@ -49,30 +51,41 @@ class _Running:
 
 
 class ExchangeThread:
-    """The thread is started by the first job, and ended by `close`."""
+    """Runs exchanges one after the other in a thread of its own, and several at a time while they wait.
+
+    It promises that exchanges begin in the order of `submit`, and that their collectives are started in an order that
+    depends on that alone, so that it is the same on all ranks. After an error nothing else is begun; `drain` raises it.
+
+    `submit`, `drain` and `close` are called by the training's thread. Exchanges run in the other thread, without
+    gradients; the thread is started by the first one and ended by `close`. Where torch computes with one thread and
+    without a GPU, there is no other thread, and exchanges run inside `submit` and `drain`. It never runs an exchange
+    from two threads at once, and never knows what an exchange carries.
+    """
 
     def __init__(self) -> None:
+        # A new exchange; or None, and what to set when all are done; or None twice, to end the thread.
         self._queue: queue.SimpleQueue[tuple[Callable[[], Exchange] | None, threading.Event | None]] = (
             queue.SimpleQueue()
         )
-        self._running: deque[_Running] = deque()
+        self._running: deque[_RunningExchange] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # A rank that computes with one thread has no core to spare: there the encoding would only be late, and the
         # link idle, while it shares the core with the backward pass.
         self.inline = torch.get_num_threads() == 1 and not torch.cuda.is_available()
 
-    def submit(self, job: Callable[[], Exchange]) -> None:
+    def submit(self, exchange: Callable[[], Exchange]) -> None:
+        """Queue an exchange, as the function that makes its generator; returns at once unless exchanges run inline."""
         if self.inline:
-            self._run(job)
+            self._run(exchange)
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, name="gradwire", daemon=True)
             self._thread.start()
-        self._queue.put((job, None))
+        self._queue.put((exchange, None))
 
     def drain(self) -> None:
-        """Wait until all jobs are done; raises what went wrong in one of them."""
+        """Wait until all exchanges are done; raise what went wrong in one of them."""
         if self.inline:
             self._run(None)
         elif self._thread is not None:
@@ -84,6 +97,7 @@ class ExchangeThread:
             raise error
 
     def close(self) -> None:
+        """End the thread when it has begun what was submitted; nothing is waited for."""
         if self._thread is not None:
             self._queue.put((None, None))
             self._thread = None
@@ -93,19 +107,19 @@ class ExchangeThread:
     @torch.no_grad()
     def _work(self) -> None:
         while True:
-            job, done = self._next()
-            if job is None and done is None:
+            exchange, done = self._next()
+            if exchange is None and done is None:
                 return
-            self._run(job)
+            self._run(exchange)
             if done is not None:
                 done.set()
 
     @torch.no_grad()
-    def _run(self, job: Callable[[], Exchange] | None) -> None:
-        """Begin a job, or finish all of them."""
+    def _run(self, exchange: Callable[[], Exchange] | None) -> None:
+        """Begin an exchange, or finish all of them."""
         try:
             if self._error is None:
-                self._begin(job) if job is not None else self._finish_all()
+                self._begin(exchange) if exchange is not None else self._finish_all()
         except BaseException as error:
             self._error = error
             self._running.clear()
@@ -115,18 +129,18 @@ class ExchangeThread:
             try:
                 return self._queue.get(timeout=POLL) if self._running else self._queue.get()
             except queue.Empty:
-                self._go_on()
+                self._advance_ready()
 
-    def _begin(self, job: Callable[[], Exchange]) -> None:
-        begun = _Running(job())
+    def _begin(self, exchange: Callable[[], Exchange]) -> None:
+        begun = _RunningExchange(exchange())
         for other in reversed(self._running):
             if other.ordered:
                 other.advance()
         self._running.append(begun)
-        self._go_on()
+        self._advance_ready()
 
-    def _go_on(self) -> None:
-        """Let the oldest jobs go on that can do so without waiting."""
+    def _advance_ready(self) -> None:
+        """Let the oldest exchanges go on, as far as they can without waiting."""
         try:
             while self._running:
                 first = self._running[0]

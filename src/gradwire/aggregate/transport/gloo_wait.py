@@ -1,6 +1,7 @@
-"""Waiting for Gloo's sends and receives: one that runs out of time closes the connections, so it must not be cut short.
+"""Waiting for Gloo's sends and receives, which must not be cut short.
 
-Those of collectives can. So here a thread waits, as long as it takes, and we wait for the thread.
+A wait for a send or a receive that runs out of time closes the connection, unlike that for a collective. So a thread
+waits here as long as it takes, and others wait for the thread, in slices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 
 class ThreadedWait:
-    """Several works as one."""
+    """Several sends and receives as one work, waited for in a thread of its own."""
 
     def __init__(self, works: Sequence[dist.Work]):
         self._done = threading.Event()
@@ -35,10 +36,11 @@ class ThreadedWait:
             self._done.set()
 
     def is_completed(self) -> bool:
+        """Tell whether all of them have ended, well or not."""
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """RuntimeError if it has failed, or is not done by then."""
+        """Wait until all are done; RuntimeError if one has failed, or if they are not done within the timeout."""
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not done yet")
         if self._thread is not None:

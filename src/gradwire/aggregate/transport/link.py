@@ -1,7 +1,4 @@
-"""A process group, the collectives that frames travel by, and the bytes that this rank moved through them.
-
-Everything is started asynchronously and in the order of the calls; `wait` turns torch's errors into AggregateError.
-"""
+"""A process group, the collectives that messages travel by, and the bytes that this rank moved through them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.aggregate.peers.attendance import Attendance
 from gradwire.aggregate.peers.diagnosis import COMPUTING, WAITING, explain, wait
-from gradwire.aggregate.peers.handshake import Facts, compare
+from gradwire.aggregate.peers.handshake import Facts, check_agreement
 from gradwire.aggregate.peers.roll_call import RollCall
 from gradwire.aggregate.transport.gloo_wait import ThreadedWait
 from gradwire.errors import AggregateError, GradwireError
@@ -26,6 +23,18 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class Link:
+    """One process group, as all exchanges of gradwire use it.
+
+    It promises that collectives are started in the order of the calls, without waiting for them; that errors of torch
+    become AggregateError, which names the rank at fault where that can be found out (`diagnose`); and that
+    `bytes_sent` and `bytes_received` count what this rank has moved, with copies to every peer, padding and lengths.
+
+    All ranks call its collectives in the same order. So one thread at a time uses a link: the exchange thread while
+    exchanges are under way, and the training's thread before and after. `at_step` and `give_up` may be called from
+    either at any time. A link that `beside` made has a process group of its own, so that its collectives cannot get
+    between those of the training. A link never retries, never reads what it carries, and never ends the process.
+    """
+
     def __init__(self, group: dist.ProcessGroup | None = None):
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
         if group is None:
@@ -33,47 +42,52 @@ class Link:
         self.group: dist.ProcessGroup = group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
-        # Gloo takes a message that is shorter than the room made for it.
+        # Gloo takes a message that is shorter than the room made for it; NCCL wants both sides to name one length.
         self.exact_lengths = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
         self.can_or = self.device.type == "cpu"  # NCCL cannot
-        # By this rank: copies to every peer, padding and lengths included.
         self.bytes_sent = self.bytes_received = 0
         self.roll_call: RollCall | None = None
         self._attendance: Attendance | None = None
 
     @classmethod
     def beside(cls, group: dist.ProcessGroup | None, seconds: float | None = None) -> Link:
-        """A group of our own with the same ranks, whose collectives cannot get between those of the training.
+        """Return a link with a new group of the same ranks, whose collectives cannot meet those of the training.
 
-        All ranks of the group have to call it. Peers are waited for as long as in the given group, or so many seconds.
+        All ranks of the group have to call it. Peers are waited for as long as in that group, or this many seconds.
         """
-        given = cls(group)
-        timeout = datetime.timedelta(seconds=seconds) if seconds else timeout_of(given.group)
-        ranks = dist.get_process_group_ranks(given.group)
-        backend = dist.get_backend_config(given.group)
-        attendance = Attendance(given.group, given.rank, given.world)
+        model = cls(group)
+        timeout = datetime.timedelta(seconds=seconds) if seconds else timeout_of(model.group)
+        ranks = dist.get_process_group_ranks(model.group)
+        backend = dist.get_backend_config(model.group)
+        attendance = Attendance(model.group, model.rank, model.world)
         try:
             everyone = len(ranks) == dist.get_world_size()
             if not everyone:
-                given._count_groups_alike()
+                model._equalize_group_counts()
             link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=not everyone))
         except RuntimeError as error:
-            raise attendance.missed(error, ranks, timeout.total_seconds()) from error
+            raise attendance.error_naming_absent(error, ranks, timeout.total_seconds()) from error
         link._attendance = attendance
         return link
 
-    def _count_groups_alike(self) -> None:
-        """torch names a group that not all ranks make after its ranks and the number of groups that a rank is in. That
-        differs between ranks if the training has others, and they would wait for each other under different names."""
-        number = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=self.device)
-        most = number.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        for _ in range(int(most) - int(number)):
+    def _equalize_group_counts(self) -> None:
+        """Make empty groups until all ranks are in as many.
+
+        torch names a group that not all ranks make after its ranks and the number of groups that a rank is in. That
+        differs between ranks if the training has other groups: they would wait for each other under different names.
+        """
+        count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=self.device)
+        largest = count.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        for _ in range(int(largest) - int(count)):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     @classmethod
     def among(cls, ranks: Sequence[int], like: Link) -> Link:
-        """A group of some of the ranks; all of the group call it, for the same groups in the same order."""
+        """Return a link with a new group of some ranks of `like`.
+
+        Every rank calls it for the groups that it is in, and all ranks of a group in the same order.
+        """
         backend = dist.get_backend_config(like.group)
         everyone = dist.get_process_group_ranks(like.group)
         chosen = [everyone[rank] for rank in ranks]
@@ -81,56 +95,63 @@ class Link:
             link = cls(dist.new_group(chosen, timeout_of(like.group), backend, use_local_synchronization=True))
         except RuntimeError as error:
             raise like.diagnose(error) from error
-        link.roll_call = like.roll_call
+        link.share_roll_call(like)
         return link
 
     def close(self) -> None:
-        """Give back the sockets and threads of a group that `beside` made; all of its ranks do so.
+        """Give back the sockets and threads of a group that `beside` made; all of its ranks call this.
 
-        Not of a group of some ranks: torch would give its name to the next one, which would find the old addresses.
+        A group of some ranks is kept: torch would give its name to the next one, which would find the old addresses.
         """
         if dist.is_initialized() and self.world == dist.get_world_size():
             with suppress(ValueError, RuntimeError):  # it is gone already
                 dist.destroy_process_group(self.group)
 
-    # ── agreement, and the loss of it ──
+    # ── agreement, and errors that name a rank ──
 
     def agree(self, facts: Mapping[str, str], tensors: Facts) -> None:
-        """AggregateError on all ranks, unless all have the same facts and tensors."""
+        """Raise AggregateError on all ranks, unless all have the same facts and tensors.
+
+        From then on, ranks can ask each other what they are doing (`RollCall`).
+        """
         roll_call = self.roll_call or RollCall(self.rank, dist.get_process_group_ranks(self.group))
         try:
-            compare(self, facts, tensors, roll_call)
+            check_agreement(self, facts, tensors, roll_call)
         except AggregateError as error:
             if self._attendance is not None and isinstance(error.__cause__, RuntimeError):  # no answer at all
                 timeout = timeout_of(self.group).total_seconds()
-                raise self._attendance.missed(error.__cause__, roll_call.ranks, timeout) from error
+                raise self._attendance.error_naming_absent(error.__cause__, roll_call.ranks, timeout) from error
             raise
         self.roll_call = roll_call
 
+    def share_roll_call(self, other: Link) -> None:
+        """Use the roll call of a link whose ranks have agreed already."""
+        self.roll_call = other.roll_call
+
     def at_step(self, step: int) -> None:
-        """What this rank says if it is asked where it is."""
+        """Note that this rank computes in this step: what it says if another rank asks."""
         if self.roll_call is not None:
-            self.roll_call.at(COMPUTING, step)
+            self.roll_call.set_activity(COMPUTING, step)
 
     def diagnose(self, error: RuntimeError) -> AggregateError:
-        """What torch's error means: who is lost, if that can be found out."""
+        """Return what an error of torch means: an AggregateError that says who is lost, if that can be found out."""
         if self.roll_call is None:
             return AggregateError(f"lost a peer, or it did not answer within the process group's timeout: {error}")
         return AggregateError(explain(self.roll_call, error, timeout_of(self.group).total_seconds()))
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others why this rank leaves them."""
-        if self.roll_call is None or self.roll_call.board.own.failed:
+        """Tell the other ranks why this one leaves them, unless it has told them already."""
+        if self.roll_call is None or self.roll_call.status.has_failed():
             return
-        if isinstance(error, AggregateError):
-            self.roll_call.tell(str(error).replace("this rank", f"rank {dist.get_rank()}"))  # others will say it
+        if isinstance(error, AggregateError):  # the others will quote it
+            self.roll_call.announce_failure(str(error).replace("this rank", f"rank {dist.get_rank()}"))
         elif not isinstance(error, GradwireError):  # those are raised on all ranks, which may go on together
-            self.roll_call.tell(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+            self.roll_call.announce_failure(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
     # ── collectives ──
 
     def all_gather(self, block: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """The blocks of all ranks, which are equally long, end to end."""
+        """Start to gather the blocks of all ranks, which are equally long, end to end."""
         block = block.to(self.device)
         gathered = torch.empty(self.world * len(block), dtype=block.dtype, device=self.device)
         self._count(block, self.world - 1, self.world - 1)
@@ -139,9 +160,9 @@ class Link:
     def all_to_all(
         self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor
     ) -> tuple[torch.Tensor, dist.Work]:
-        """parts: what goes to each rank; what comes from each is put into `into`, end to end, each at its size.
+        """Start to send parts[r] to each rank r, and to receive sizes_in[r] entries from it into `into`, end to end.
 
-        What was received is for the caller to count: it may be less than there is room for (`exact`).
+        The caller counts what was received (`count_received`): it may be less than the room for it (`exact_lengths`).
         """
         filled = [part for part in parts if len(part)]
         blocks = filled[0] if len(filled) == 1 else torch.cat(filled) if filled else parts[0]
@@ -151,23 +172,28 @@ class Link:
         return into, self._started(dist.all_to_all_single, into, blocks, list(sizes_in), sizes_out)
 
     def reduce_scatter(self, parts: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """The sum over all ranks of this rank's part; parts has one for each, equally long, end to end."""
-        own = torch.empty(len(parts) // self.world, dtype=parts.dtype, device=parts.device)
-        self._count(own, self.world - 1, self.world - 1)
-        return own, self._started(reduce_scatter_tensor, own, parts)
+        """Start to sum this rank's part over all ranks; `parts` has one for each rank, equally long, end to end."""
+        part = torch.empty(len(parts) // self.world, dtype=parts.dtype, device=parts.device)
+        self._count(part, self.world - 1, self.world - 1)
+        return part, self._started(reduce_scatter_tensor, part, parts)
 
     def all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
-        """The tensor becomes the sum over all ranks, or what another operation makes of them."""
+        """Start to replace the tensor by its sum over all ranks, or by what another operation makes of them."""
         self.count_all_reduce(tensor.nbytes)
         return self._started(dist.all_reduce, tensor, operation)
 
     def count_all_reduce(self, size: int) -> None:
+        """Count the bytes that an all-reduce of `size` bytes moves; for those that others start in this group."""
         moved = 2 * size * (self.world - 1) // self.world
         self.bytes_sent += moved
         self.bytes_received += moved
 
+    def count_received(self, size: int) -> None:
+        """Count bytes that have come by `all_to_all`."""
+        self.bytes_received += size
+
     def send_and_receive(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
-        """Blocks for some ranks and from some ranks, each of which knows of it."""
+        """Send blocks to some ranks and receive blocks from some, which call this, too; wait until that is done."""
         operations = [self._p2p(dist.irecv, block, rank) for rank, block in sorted(received.items())]
         operations += [self._p2p(dist.isend, block, rank) for rank, block in sorted(sent.items())]
         self.bytes_sent += sum(len(block) for block in sent.values())
@@ -186,13 +212,13 @@ class Link:
         return dist.P2POp(operation, block, group=self.group, group_peer=rank)
 
     def gather_short(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, which are all equally long."""
+        """Return the messages of all ranks, which are equally long."""
         gathered, work = self.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         self.wait(work)
         return [bytes(m.numpy()) for m in gathered.cpu().view(self.world, len(message))]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """All ranks get rank 0's tensor."""
+        """Fill the tensor with that of rank 0, on all ranks."""
         sent = tensor.detach().to(self.device, memory_format=torch.contiguous_format)
         self.wait(self._started(dist.broadcast, sent, dist.get_global_rank(self.group, 0)))
         self._count(sent, children(self.rank, self.world), int(self.rank > 0))
@@ -208,22 +234,23 @@ class Link:
         return work
 
     def wait(self, work: dist.Work | ThreadedWait) -> None:
+        """Wait for a collective; AggregateError if it fails, or as soon as another rank says that it has failed."""
         try:
             wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)
         except RuntimeError as error:
             raise self.diagnose(error) from error
 
-    def wait_for(self, futures: Iterable[torch.futures.Future]) -> None:
-        """Wait for collectives that others have started, by DDP's own way, among the same ranks."""
+    def wait_for(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Wait for collectives of the same ranks that were not started here, such as DDP's own."""
         if self.roll_call is not None:
-            self.roll_call.at(WAITING)
+            self.roll_call.set_activity(WAITING)
         try:
             for future in futures:
                 future.wait()
         except RuntimeError as error:
             raise self.diagnose(error) from error
         if self.roll_call is not None:
-            self.roll_call.at(COMPUTING)
+            self.roll_call.set_activity(COMPUTING)
 
     def _count(self, block: torch.Tensor, sent: int, received: int) -> None:
         size = block.numel() * block.element_size()
@@ -232,17 +259,22 @@ class Link:
 
 
 def only_on_gpus(group: dist.ProcessGroup) -> bool:
-    """Whether it takes no tensors on the CPU; by default torch makes groups that take both."""
+    """Tell whether the group takes no tensors on the CPU; by default torch makes groups that take both."""
     backend = dist.get_backend_config(group)
     return "nccl" in backend and "cpu:" not in backend.replace("cpu:nccl", "")
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """Return how long collectives of the group wait for a peer."""
     device = torch.device("cuda" if only_on_gpus(group) else "cpu")
-    return group._get_backend(device).options._timeout
+    timeout: datetime.timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def children(rank: int, world: int) -> int:
-    """To how many ranks this one passes a broadcast on: Gloo's binomial tree, in which r has its bits above it."""
+    """Return how many ranks this one passes a broadcast on to.
+
+    Gloo broadcasts by a binomial tree: rank r passes on to r + 2^i for all 2^i below the lowest bit that is set in r.
+    """
     lowest = rank & -rank or world
     return sum(1 for i in range(world.bit_length()) if 1 << i < lowest and rank + (1 << i) < world)

@@ -1,4 +1,4 @@
-"""What precedes the frames of a rank on the wire: 16 bytes that tell which step and which tensors they are of.
+"""The prefix of a rank's message: 16 bytes in front of its frames, which say what step and what tensors they are of.
 
 0   8   length of what follows the prefix
 8   4   step of the sender, modulo 2³²
@@ -11,30 +11,34 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gradwire.errors import AggregateError
 
+ByteArray = npt.NDArray[np.uint8]
+
 PREFIX = 16
 _PREFIX = struct.Struct("<QII")
-SLACK, ROUND = 64, 128  # room that is filled up: 1/64 above the last message, in steps of 128 bytes
-ROOM = 1024  # bytes at least beyond the last message, of room that is not
-LONGEST = 2**40  # bytes of a message of which nothing better is known
+SLACK, ROUND = 64, 128  # room that is filled with padding: 1/64 above the last message, in steps of 128 bytes
+ROOM = 1024  # bytes above the last message, at least, of room that is not filled
+LONGEST = 2**40  # bytes of a message whose limit is not known
 
 
 @dataclass
 class Subject:
-    """What a message is about; all ranks' messages of an exchange must be about the same."""
+    """What a message is about: a step, and tensors. All messages of an exchange must have the same subject."""
 
     step: int
     fingerprint: int
-    most: int = LONGEST  # bytes that it can have
+    most: int = LONGEST  # bytes that a message about it can have
 
     def seal(self, block: torch.Tensor, length: int) -> None:
         """Write the prefix of a message that stands in block[16:16+length]."""
         _PREFIX.pack_into(block.numpy(), 0, length, self.step & 0xFFFFFFFF, self.fingerprint)
 
-    def check(self, rank: int, block: np.ndarray) -> None:
+    def check(self, rank: int, block: ByteArray) -> None:
+        """Raise AggregateError unless the block that came from this rank begins with a prefix of this subject."""
         length, step, fingerprint = _PREFIX.unpack_from(block)
         self.check_length(rank, length)
         if step != self.step & 0xFFFFFFFF:
@@ -49,26 +53,28 @@ class Subject:
             )
 
     def check_length(self, rank: int, length: int) -> None:
-        """Before memory is taken for so many bytes."""
+        """Raise AggregateError if this rank cannot have a message this long; before memory is taken for it."""
         if not 0 <= length <= self.most:
             raise AggregateError(
                 f"rank {rank} announced a message of {length} bytes, of at most {self.most}: its block is damaged"
             )
 
 
-def length_of(block: np.ndarray) -> int:
-    """Of the whole message, prefix included."""
-    return PREFIX + _PREFIX.unpack_from(block)[0]
+def length_of(block: ByteArray) -> int:
+    """Return the length of the whole message, prefix included, that begins in this block."""
+    return PREFIX + int(_PREFIX.unpack_from(block)[0])
 
 
 def capacity_for(length: int, exact: bool) -> int:
-    """Room for a message of the next time: a quarter more than this one needs or, where room has to be filled up with
-    padding, a little more."""
+    """Return the room to make for the next message, given the length of this one.
+
+    It is a quarter more, or, where room has to be filled with padding, a little more.
+    """
     return length + length // 4 + ROOM if exact else -(-(length + length // SLACK) // ROUND) * ROUND
 
 
 def padded(block: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The front of the block, with whatever stands behind the message as padding; zeros where it ends."""
+    """Return `capacity` bytes that begin with the block's, whatever stands behind its message; zeros fill the rest."""
     if len(block) >= capacity:
         return block[:capacity]
     return torch.cat([block, block.new_zeros(capacity - len(block))])

@@ -1,1 +1,1 @@
-"""The packet that workers and the aggregator exchange (docs/aggregator.md)."""
+"""The packet that workers and the aggregator exchange: packet_format.h for C and C++, packet_format.py for Python."""

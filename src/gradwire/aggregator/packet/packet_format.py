@@ -1,6 +1,8 @@
-"""The aggregator's packets, as docs/aggregator.md has them: the control plane's side, in plain Python.
+"""The packet that workers and the aggregator exchange (docs/aggregator.md, "Packets"), for Python.
 
-Packets of data are made and verified by native code; what is here for them is for the tests.
+packet_format.h beside this file is the same for C and C++; a test compares every constant and every field of the two.
+The control plane packs and reads its packets here. Packets of data are made and checked by native code or by the XDP
+program; here they can be made for tests.
 """
 
 from __future__ import annotations
@@ -10,24 +12,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from gradwire.aggregator.packet.siphash import code as siphash
+
 MAGIC = b"GW"
 VERSION = 1
 HEADER_BYTES = 32
+CODED_BYTES = 24
 WORDS = 336
-PACKET_BYTES = HEADER_BYTES + 4 * WORDS
+PACKET_BYTES = 1376
 NOBODY = 65535
 MOST_WORKERS = 64
 KEY_BYTES = NONCE_BYTES = JOB_BYTES = 16
-REASON_BYTES = 48
+COOKIE_BYTES = 8
 HELLO_BYTES = 64
+REASON_BYTES = 48
+IP_AND_UDP_BYTES = 28
 
-_HEADER = struct.Struct("<2sBBIIHHB7x")
-_JOIN = struct.Struct("<16s8s16sH2xIQQ")
-_ACCEPT = struct.Struct("<16s16sIIQ")
-_MASK = (1 << 64) - 1
+HEADER = struct.Struct("<2sBBIIHHQQ")
+CHALLENGE = struct.Struct("<16s8s")
+JOIN = struct.Struct("<16s8s16sHHIQQ")
+WAIT = struct.Struct("<16sQ")
+ACCEPT = struct.Struct("<16s16sIIQ")
+GONE = struct.Struct("<II")
 
 
 class Kind(IntEnum):
+    """What a packet is for."""
+
     HELLO = 1
     CHALLENGE = 2
     JOIN = 3
@@ -42,79 +53,114 @@ class Kind(IntEnum):
     TELL = 12
 
 
-OF_SESSION = frozenset({Kind.DATA, Kind.RESULT, Kind.LEAVE, Kind.ASK, Kind.TELL})
-"""Kinds whose code is of the session's key."""
+class WordOperation(IntEnum):
+    """How the aggregator combines the words of a DATA packet with those of other workers."""
+
+    ADD = 0
+    OR = 1
+
+
+SESSION_KINDS = frozenset({Kind.DATA, Kind.RESULT, Kind.LEAVE, Kind.ASK, Kind.TELL})
+"""Kinds whose code is made with the session's key; the code of all others is made with the shared key."""
 
 
 class BadPacket(ValueError):
-    """Not a packet of this format."""
+    """These bytes are not a packet of this format."""
 
 
 @dataclass(frozen=True)
 class Packet:
+    """One packet: the fields of its header, and its payload."""
+
     kind: Kind
     session: int = 0
     round: int = 0
     slot: int = 0
     worker: int = NOBODY
-    adding: int = 0
-    """0 adds, 1 ORs."""
+    operation: int = WordOperation.ADD
     payload: bytes = b""
     code: int | None = None
-    """Of a packet that was read."""
+    """The code that a packet bore when it was read; None in a packet that is still to be packed."""
 
     def pack(self, key: bytes) -> bytes:
-        head = _HEADER.pack(
-            MAGIC, VERSION, self.kind, self.session, self.round & 0xFFFFFFFF, self.slot, self.worker, self.adding
-        )
-        return head + code(key, head + self.payload).to_bytes(8, "little") + self.payload
+        """Return the bytes of the packet, with a code made with `key`."""
+        head = self._coded_header()
+        return head + siphash(key, head + self.payload).to_bytes(8, "little") + self.payload
 
-    def is_coded_with(self, key: bytes) -> bool:
-        head = self.pack(bytes(KEY_BYTES))[:24]
-        return code(key, head + self.payload) == self.code
+    def has_code_of(self, key: bytes) -> bool:
+        """Tell whether the code that the packet bore was made with `key`."""
+        return siphash(key, self._coded_header() + self.payload) == self.code
+
+    def _coded_header(self) -> bytes:
+        fields = (self.kind, self.session, self.round & 0xFFFFFFFF, self.slot, self.worker, self.operation, 0)
+        return HEADER.pack(MAGIC, VERSION, *fields)[:CODED_BYTES]
 
 
-def is_coded(datagram: bytes, key: bytes) -> bool:
-    """The same of a packet that nobody has looked at yet: it is garbage, mostly, while someone floods."""
-    return datagram[24:32] == code(key, datagram[:24] + datagram[32:]).to_bytes(8, "little")
+def has_code_of(datagram: bytes, key: bytes) -> bool:
+    """Tell the same of bytes that were not read yet: while someone floods, most are garbage, and this is cheaper."""
+    code = datagram[CODED_BYTES:HEADER_BYTES]
+    return code == siphash(key, datagram[:CODED_BYTES] + datagram[HEADER_BYTES:]).to_bytes(8, "little")
 
 
 def unpack(datagram: bytes) -> Packet:
+    """Read a packet. BadPacket if it is not of this format; its code is for the caller to check."""
     if not HEADER_BYTES <= len(datagram) <= PACKET_BYTES:
         raise BadPacket(f"{len(datagram)} bytes")
-    magic, version, kind, session, round_, slot, worker, adding = _HEADER.unpack_from(datagram)
-    if magic != MAGIC or version != VERSION or any(datagram[17:24]):
+    magic, version, kind, session, round_, slot, worker, operation, code = HEADER.unpack_from(datagram)
+    if magic != MAGIC or version != VERSION or operation > 255:
         raise BadPacket("not of this format")
     try:
         kind = Kind(kind)
     except ValueError:
         raise BadPacket(f"kind {kind}") from None
-    stated = int.from_bytes(datagram[24:32], "little")
-    return Packet(kind, session, round_, slot, worker, adding, bytes(datagram[32:]), stated)
+    return Packet(kind, session, round_, slot, worker, operation, bytes(datagram[HEADER_BYTES:]), code)
+
+
+# ── payloads of the control plane ──
 
 
 @dataclass(frozen=True)
 class Join:
+    """The payload of JOIN: which worker of which job wants to take part."""
+
     nonce: bytes
     cookie: bytes
     job: bytes
     world: int
+    """Workers of the job."""
     slots: int
+    """Slots that the worker wants."""
     time: int
+    """Nanoseconds. A later JOIN of the same worker takes the place of an earlier one."""
     operations: int
+    """Operations that this worker has done."""
 
     def pack(self) -> bytes:
-        return _JOIN.pack(self.nonce, self.cookie, self.job, self.world, self.slots, self.time & _MASK, self.operations)
+        """Return the 64 bytes of the payload."""
+        return JOIN.pack(
+            self.nonce,
+            self.cookie,
+            self.job,
+            self.world,
+            0,
+            self.slots,
+            self.time & 0xFFFFFFFFFFFFFFFF,
+            self.operations,
+        )
 
     @staticmethod
     def unpack(payload: bytes) -> Join:
-        if len(payload) != _JOIN.size:
+        """Read a payload; BadPacket if it has another length."""
+        if len(payload) != JOIN.size:
             raise BadPacket("a JOIN of another length")
-        return Join(*_JOIN.unpack(payload))
+        nonce, cookie, job, world, _, slots, time, operations = JOIN.unpack(payload)
+        return Join(nonce, cookie, job, world, slots, time, operations)
 
 
 @dataclass(frozen=True)
 class Accept:
+    """The payload of ACCEPT: the session that begins."""
+
     nonce: bytes
     session_nonce: bytes
     session: int
@@ -122,74 +168,47 @@ class Accept:
     first_operation: int
 
     def pack(self) -> bytes:
-        return _ACCEPT.pack(self.nonce, self.session_nonce, self.session, self.slots, self.first_operation)
+        """Return the 48 bytes of the payload."""
+        return ACCEPT.pack(self.nonce, self.session_nonce, self.session, self.slots, self.first_operation)
 
     @staticmethod
     def unpack(payload: bytes) -> Accept:
-        if len(payload) != _ACCEPT.size:
+        """Read a payload; BadPacket if it has another length."""
+        if len(payload) != ACCEPT.size:
             raise BadPacket("an ACCEPT of another length")
-        return Accept(*_ACCEPT.unpack(payload))
+        return Accept(*ACCEPT.unpack(payload))
 
 
-def hello(nonce: bytes) -> bytes:
+def hello_payload(nonce: bytes) -> bytes:
+    """Return the payload of HELLO: the nonce and zeros, so that no reply is longer than what caused it."""
     return nonce + bytes(HELLO_BYTES - NONCE_BYTES)
 
 
-def wait(nonce: bytes, joined: Sequence[int]) -> bytes:
-    return nonce + sum(1 << worker for worker in joined).to_bytes(8, "little")
+def challenge_payload(nonce: bytes, cookie: bytes) -> bytes:
+    """Return the payload of CHALLENGE: the worker's nonce, and the cookie that its JOIN must bear."""
+    return CHALLENGE.pack(nonce, cookie)
 
 
-def refuse(nonce: bytes, reason: str) -> bytes:
+def wait_payload(nonce: bytes, joined: Sequence[int]) -> bytes:
+    """Return the payload of WAIT: the worker's nonce, and a bit for each worker that has joined."""
+    return WAIT.pack(nonce, sum(1 << worker for worker in joined))
+
+
+def refuse_payload(nonce: bytes, reason: str) -> bytes:
+    """Return the payload of REFUSE: the worker's nonce, and the first 48 bytes of the reason."""
     return nonce + reason.encode()[:REASON_BYTES]
 
 
-def gone(session: int, worker: int = NOBODY) -> bytes:
-    return struct.pack("<II", session, worker)
+def gone_payload(session: int, worker: int = NOBODY) -> bytes:
+    """Return the payload of GONE: the session that has ended, and the worker that left it, if one did."""
+    return GONE.pack(session, worker)
 
 
-def tell(seconds: Sequence[float]) -> bytes:
-    return b"".join(min(65535, int(1000 * s)).to_bytes(2, "little") for s in seconds)
+def tell_payload(silences: Sequence[float]) -> bytes:
+    """Return the payload of TELL: the milliseconds (two bytes) since each worker's last packet, from seconds."""
+    return b"".join(min(65535, int(1000 * seconds)).to_bytes(2, "little") for seconds in silences)
 
 
 def session_key(key: bytes, job: bytes, session_nonce: bytes) -> bytes:
-    return b"".join(code(key, job + session_nonce + bytes([half])).to_bytes(8, "little") for half in (0, 1))
-
-
-def plain_siphash(key: bytes, message: bytes) -> int:
-    """SipHash-2-4 (Aumasson and Bernstein 2012, section 2)."""
-    k0, k1 = struct.unpack("<QQ", key)
-    v = [k0 ^ 0x736F6D6570736575, k1 ^ 0x646F72616E646F6D, k0 ^ 0x6C7967656E657261, k1 ^ 0x7465646279746573]
-    padded = message + bytes(7 - len(message) % 8) + bytes([len(message) & 255])
-    for (word,) in struct.iter_unpack("<Q", padded):
-        v[3] ^= word
-        _sip_round(v)
-        _sip_round(v)
-        v[0] ^= word
-    v[2] ^= 0xFF
-    for _ in range(4):
-        _sip_round(v)
-    return v[0] ^ v[1] ^ v[2] ^ v[3]
-
-
-def _sip_round(v: list[int]) -> None:
-    v0, v1, v2, v3 = v
-    v0 = (v0 + v1) & _MASK
-    v1 = _rotate(v1, 13) ^ v0
-    v0 = _rotate(v0, 32)
-    v2 = (v2 + v3) & _MASK
-    v3 = _rotate(v3, 16) ^ v2
-    v0 = (v0 + v3) & _MASK
-    v3 = _rotate(v3, 21) ^ v0
-    v2 = (v2 + v1) & _MASK
-    v1 = _rotate(v1, 17) ^ v2
-    v[:] = v0, v1, _rotate(v2, 32), v3
-
-
-def _rotate(x: int, bits: int) -> int:
-    return ((x << bits) | (x >> (64 - bits))) & _MASK
-
-
-try:
-    from gradwire._native import siphash as code
-except ImportError:
-    code = plain_siphash
+    """Return the key of a session, which follows from the shared key, the job's name and the session's nonce."""
+    return b"".join(siphash(key, job + session_nonce + bytes([half])).to_bytes(8, "little") for half in (0, 1))

@@ -1,1 +1,1 @@
-"""The XDP engine: packets are added up in the kernel's data path."""
+"""The XDP engine: packets of data are added up inside the kernel, before its network stack sees them."""

@@ -1,4 +1,7 @@
-"""Compiles the XDP program when it is first needed: one object file for each version of source and compiler."""
+"""Compiles the XDP program when it is first needed, and keeps the object file in a cache folder.
+
+There is one object file for each version of the sources and of the compiler.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from gradwire.errors import GradwireError
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "program.bpf.c"
+PACKET_FORMAT = HERE.parent / "packet" / "packet_format.h"
 FLAGS = ("-target", "bpf", "-mcpu=v3", "-O2", "-g", "-Wall", "-Werror")
 
 
 def object_file() -> Path:
+    """Return the compiled program, compiling it if need be. GradwireError says what is missing if that fails."""
     if sys.platform != "linux" or sys.byteorder != "little":
         raise GradwireError("the XDP engine needs Linux on a little-endian machine; use --engine userspace")
     clang = shutil.which("clang")
@@ -28,31 +33,32 @@ def object_file() -> Path:
             "dnf install clang), or use --engine userspace"
         )
     version = subprocess.run([clang, "--version"], check=False, capture_output=True).stdout
-    parts = [*(source.read_bytes() for source in sorted(HERE.glob("*.bpf.*"))), version, " ".join(FLAGS).encode()]
+    sources = [*sorted(HERE.glob("*.bpf.*")), PACKET_FORMAT]
+    parts = [*(source.read_bytes() for source in sources), version, " ".join(FLAGS).encode()]
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24] + ".o"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "xdp"
-    made = folder / name
+    compiled = folder / name
     try:
-        _compile(clang, made)
+        _compile(clang, compiled)
     except OSError as error:
         raise GradwireError(
             f"cannot keep the compiled XDP program in {folder}: {error.strerror}; set XDG_CACHE_HOME to one of yours"
         ) from None
-    return made
+    return compiled
 
 
-def _compile(clang: str, made: Path) -> None:
-    folder = made.parent
+def _compile(clang: str, compiled: Path) -> None:
+    folder = compiled.parent
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    owner = folder.stat()
+    if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "others can write there, and the kernel would run what they wrote")
-    if made.exists():
+    if compiled.exists():
         return
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        unfinished = Path(scratch) / made.name
-        command = [clang, *FLAGS, "-c", str(SOURCE), "-o", str(unfinished)]
+        unfinished = Path(scratch) / compiled.name
+        command = [clang, *FLAGS, "-I", str(PACKET_FORMAT.parent), "-c", str(SOURCE), "-o", str(unfinished)]
         ended = subprocess.run(command, check=False, capture_output=True, text=True)
         if ended.returncode:
             raise GradwireError(f"{clang} cannot compile the XDP program; use --engine userspace:\n{ended.stderr}")
-        unfinished.rename(made)
+        unfinished.rename(compiled)

@@ -14,13 +14,17 @@ from gradwire.errors import GradwireError
 WITHOUT = "use --engine userspace"
 
 
-class Links:
-    """The kernel takes a link away when its descriptor is closed, so also when this process is killed."""
+class Attachments:
+    """The interfaces that the XDP program is attached to.
+
+    The kernel detaches the program when a descriptor is closed, and so also when this process ends or is killed.
+    """
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
 
     def attach(self, program: int, interfaces: Sequence[str]) -> None:
+        """Attach the program to all interfaces, in the same mode. GradwireError says what to do if that fails."""
         indices = {name: _index(name) for name in interfaces}
         try:
             self._attach(program, indices, libbpf.NATIVE)
@@ -44,11 +48,11 @@ class Links:
             except OSError as again:
                 raise GradwireError(f"{again.strerror}; {WITHOUT}") from None
             return
-        deaf = [name for name, index in indices.items() if not redirect_support.takes_redirected(index)]
-        if deaf:
+        without_redirects = [name for name, index in indices.items() if not redirect_support.takes_redirected(index)]
+        if without_redirects:
             raise GradwireError(
-                f"{', '.join(deaf)}: packets that XDP sends there would be lost. If it is a veth, run `ethtool -K NAME "
-                f"gro on` for its other end (in the worker's namespace), or {WITHOUT}"
+                f"{', '.join(without_redirects)}: packets that XDP sends there would be lost. If it is a veth, run "
+                f"`ethtool -K NAME gro on` for its other end (in the worker's namespace), or {WITHOUT}"
             )
 
     def _attach(self, program: int, indices: dict[str, int], mode: int) -> None:
@@ -56,6 +60,7 @@ class Links:
             self._descriptors.append(libbpf.attach(program, name, index, mode))
 
     def close(self) -> None:
+        """Detach the program from all interfaces."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 

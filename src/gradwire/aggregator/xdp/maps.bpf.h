@@ -1,29 +1,20 @@
-// Packets, and what the program and xdp.py share: maps that both read and write.
+// What the XDP program and engine.py share: maps that both read and write, and what lies in them.
 #pragma once
 #include "kernel_interface.bpf.h"
+#include "packet_format.h"
 
-enum { WORDS = 336, WORKERS = 64, SESSIONS = 64, SLOTS = 16384 }; // as in xdp.py
-enum { KIND_DATA = 7, KIND_RESULT = 8, KINDS = 12, ADD = 0, OR = 1 };
-enum { FROM_NOBODY = 65535, UNKNOWN_EVERY_NS = 1000000 };
-
-struct message {
-    u16 magic;
-    u8 version, kind;
-    u32 session, round;
-    u16 slot, worker;
-    u64 operation; // one byte, and seven zeros
-    u64 code;
-    u32 words[WORDS];
-} __attribute__((packed));
+enum { WORKERS = PACKET_MOST_WORKERS, SESSIONS = 64, SLOTS = 16384 }; // as in engine.py
+enum { UNKNOWN_EVERY_NS = 1000000 };
 
 struct frame {
     struct ethernet ethernet;
     struct ip ip;
     struct udp udp;
-    struct message message;
+    struct packet packet;
 } __attribute__((packed));
 
-struct place {
+// How a worker is reached: worker_routes.py.
+struct route {
     u8 mac[6], own_mac[6];
     u32 ip;
     u16 port, unused;
@@ -33,15 +24,15 @@ struct session {
     u64 key[2];
     u64 all; // a bit for each worker
     u32 number, workers, first_slot, slots;
-    struct place places[WORKERS];
-    u64 heard[WORKERS];
+    struct route routes[WORKERS];
+    u64 last_packet_ns[WORKERS];
 };
 
 struct bank {
     struct bpf_spin_lock lock;
     u32 session, round, operation;
     u64 in; // a bit for each worker
-    u32 words[WORDS];
+    u32 words[PACKET_WORDS];
 };
 
 struct listener {
@@ -51,7 +42,6 @@ struct listener {
 };
 
 enum counter { PACKETS, RESULTS, RESENT, DUPLICATES, OLD, FORGED, MALFORMED, UNKNOWN, CONTROL, BYTES_IN, BYTES_OUT, COUNTERS };
-enum { IP_AND_UDP = 28 }; // bytes count with these headers
 
 struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 1); TYPE(key, u32); TYPE(value, struct listener); }
     listeners SECTION(".maps");

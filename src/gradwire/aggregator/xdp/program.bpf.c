@@ -38,23 +38,23 @@ INLINE struct session *lookup(u32 number, u32 *index)
     return map_lookup(&sessions, index);
 }
 
-// For all words of a bank's `sum` and a message's `word`. T is the type they are taken as: u64 takes two at a time.
+// For all words of a bank's `sum` and a packet's `word`. T is the type they are taken as: u64 takes two at a time.
 #define FOR_WORDS(T, statement)                                                                                        \
     do {                                                                                                               \
-        T *sum = (T *)bank->words, *word = (T *)message->words;                                                        \
-        _Pragma("clang loop unroll_count(8)") for (int i = 0; i < (int)(4 * WORDS / sizeof(T)); i++) statement;        \
+        T *sum = (T *)bank->words, *word = (T *)packet->words;                                                         \
+        _Pragma("clang loop unroll_count(8)") for (int i = 0; i < (int)(4 * PACKET_WORDS / sizeof(T)); i++) statement; \
     } while (0)
 
 enum outcome { ADDED, COMPLETE, AGAIN, NOT_YET, TOO_OLD, ANOTHER_OPERATION };
 
-// Add a checked message to its bank; with the last one, or one that comes again when all are in, put the sum into it.
+// Add a checked packet to its bank; with the last one, or one that comes again when all are in, put the sum into it.
 // `total` becomes the sum of the sum's words, for the UDP checksum.
-INLINE enum outcome add(struct bank *bank, struct message *message, struct session *session, u64 *total)
+INLINE enum outcome add(struct bank *bank, struct packet *packet, struct session *session, u64 *total)
 {
     enum outcome outcome = ADDED;
     u64 both, all_words = 0;
-    u64 bit = 1ull << (message->worker & 63);
-    u32 round = message->round, operation = message->operation;
+    u64 bit = 1ull << (packet->header.worker & 63);
+    u32 round = packet->header.round, operation = packet->header.operation;
     spin_lock(&bank->lock);
     if (bank->session != session->number) {
         bank->session = session->number;
@@ -79,7 +79,7 @@ INLINE enum outcome add(struct bank *bank, struct message *message, struct sessi
         bank->operation = operation;
         if (!before)
             FOR_WORDS(u64, sum[i] = word[i]);
-        else if (operation == OR)
+        else if (operation == OPERATION_OR)
             FOR_WORDS(u64, sum[i] |= word[i]);
         else
             FOR_WORDS(u32, sum[i] += word[i]);
@@ -112,10 +112,10 @@ INLINE u64 sum_of(const void *data, int bytes)
 // Put the sum on its way: to one worker, or to all.
 INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 worker, int to_all, u64 total)
 {
-    struct message *message = &frame->message;
-    message->kind = KIND_RESULT;
-    message->worker = FROM_NOBODY;
-    message->code = siphash(message, session->key[0], session->key[1]);
+    struct packet *packet = &frame->packet;
+    packet->header.kind = KIND_RESULT;
+    packet->header.worker = PACKET_NOBODY;
+    packet->header.code = siphash(packet, session->key[0], session->key[1]);
     frame->ip.hops = 64;
     frame->ip.service = 0;
     frame->udp.from = frame->udp.to; // the sender's port is written on the way out
@@ -124,38 +124,39 @@ INLINE int answer(struct frame *frame, struct session *session, u32 index, u32 w
     // identification. What is still missing in the checksum is added on the way out.
     frame->ip.id = 0;
     frame->ip.fragment = HIGH_FIRST(0x4000);
-    total += sum_of(message, 32) + sum_of(&frame->ip.from, 4) + frame->udp.from + 2 * (u32)frame->udp.bytes +
-             HIGH_FIRST(17);
+    total += sum_of(packet, PACKET_HEADER_BYTES) + sum_of(&frame->ip.from, 4) + frame->udp.from +
+             2 * (u32)frame->udp.bytes + HIGH_FIRST(17);
     frame->udp.checksum = fold(total);
     void *workers = map_lookup(&broadcasts, &index);
     if (!workers)
         return XDP_DROP;
     count(to_all ? RESULTS : RESENT, 1);
-    count(BYTES_OUT, (IP_AND_UDP + sizeof(struct message)) * (to_all ? session->workers : 1));
+    count(BYTES_OUT, (PACKET_IP_AND_UDP_BYTES + sizeof(struct packet)) * (to_all ? session->workers : 1));
     return to_all ? redirect_map(workers, 0, REDIRECT_BROADCAST) : redirect_map(workers, worker, 0);
 }
 
 INLINE int take_data(struct frame *frame, void *end, struct session *session, u32 index)
 {
-    struct message *message = &frame->message;
+    struct packet *packet = &frame->packet;
     if ((void *)(frame + 1) > end)
         return drop(MALFORMED);
     asm volatile("" : "+r"(end)); // or clang joins both tests to one for equality, of which the verifier learns nothing
     if ((void *)(frame + 1) < end || frame->ip.bytes != HIGH_FIRST(sizeof *frame - 14) ||
         frame->udp.bytes != HIGH_FIRST(sizeof *frame - 34))
         return drop(MALFORMED);
-    u32 worker = message->worker, slot = message->slot;
-    if (worker >= session->workers || worker >= WORKERS || slot >= session->slots || message->operation > OR)
+    u32 worker = packet->header.worker, slot = packet->header.slot;
+    if (worker >= session->workers || worker >= WORKERS || slot >= session->slots ||
+        packet->header.operation > OPERATION_OR)
         return drop(MALFORMED);
-    if (siphash(message, session->key[0], session->key[1]) != message->code)
+    if (siphash(packet, session->key[0], session->key[1]) != packet->header.code)
         return drop(FORGED);
-    session->heard[worker] = ktime_ns();
-    u32 place = 2 * (session->first_slot + slot) + (message->round & 1);
-    struct bank *bank = map_lookup(&banks, &place);
+    session->last_packet_ns[worker] = ktime_ns();
+    u32 bank_index = 2 * (session->first_slot + slot) + (packet->header.round & 1);
+    struct bank *bank = map_lookup(&banks, &bank_index);
     if (!bank)
         return drop(MALFORMED);
     u64 total;
-    switch (add(bank, message, session, &total)) {
+    switch (add(bank, packet, session, &total)) {
     case COMPLETE:
         return answer(frame, session, index, worker, 1, total);
     case AGAIN:
@@ -178,21 +179,21 @@ SECTION("xdp") int aggregate(struct xdp_md *context)
     void *end = (void *)(long)context->data_end;
     u32 zero = 0, index;
     struct listener *listener = map_lookup(&listeners, &zero);
-    if (!listener || (void *)&frame->message > end || frame->ethernet.protocol != HIGH_FIRST(0x0800) ||
+    if (!listener || (void *)&frame->packet > end || frame->ethernet.protocol != HIGH_FIRST(0x0800) ||
         frame->ip.version_and_length != 0x45 || frame->ip.protocol != 17 || frame->ip.to != listener->ip ||
         frame->udp.to != listener->port || frame->ip.fragment & HIGH_FIRST(0x3fff))
         return XDP_PASS; // of fragments, the kernel makes whole packets for the socket
     count(PACKETS, 1);
     count(BYTES_IN, end - (void *)&frame->ip);
-    struct message *message = &frame->message;
-    if ((void *)message->words > end || message->magic != ('G' | 'W' << 8) || message->version != 1 ||
-        message->kind < 1 || message->kind > KINDS)
+    struct packet *packet = &frame->packet;
+    if ((void *)packet->words > end || packet->header.magic != PACKET_MAGIC ||
+        packet->header.version != PACKET_VERSION || packet->header.kind < KIND_HELLO || packet->header.kind > KIND_TELL)
         return drop(MALFORMED);
-    if (message->kind != KIND_DATA) {
+    if (packet->header.kind != KIND_DATA) {
         count(CONTROL, 1);
         return XDP_PASS;
     }
-    struct session *session = lookup(message->session, &index);
+    struct session *session = lookup(packet->header.session, &index);
     if (session)
         return take_data(frame, end, session, index);
     // The control plane tells the sender that its session is gone. A flood shall not keep it from anything else.
@@ -209,16 +210,16 @@ INLINE int to_worker(struct xdp_md *context, u32 worker)
     struct frame *frame = (void *)(long)context->data;
     void *end = (void *)(long)context->data_end;
     u32 index;
-    if ((void *)frame->message.words > end)
+    if ((void *)frame->packet.words > end)
         return XDP_DROP;
-    struct session *session = lookup(frame->message.session, &index);
+    struct session *session = lookup(frame->packet.header.session, &index);
     if (!session)
         return XDP_DROP;
-    struct place *place = &session->places[worker];
-    __builtin_memcpy(frame->ethernet.to, place->mac, 6);
-    __builtin_memcpy(frame->ethernet.from, place->own_mac, 6);
-    frame->ip.to = place->ip;
-    frame->udp.to = place->port;
+    struct route *route = &session->routes[worker];
+    __builtin_memcpy(frame->ethernet.to, route->mac, 6);
+    __builtin_memcpy(frame->ethernet.from, route->own_mac, 6);
+    frame->ip.to = route->ip;
+    frame->udp.to = route->port;
     u16 checksum = ~fold(frame->udp.checksum + sum_of(&frame->ip.to, 4) + frame->udp.to);
     frame->udp.checksum = checksum ? checksum : 65535; // 0 would say that there is none
     frame->ip.checksum = 0;

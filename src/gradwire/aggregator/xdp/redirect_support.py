@@ -1,7 +1,8 @@
 """Asks the kernel (netlink family "netdev", Linux 6.3) whether an interface sends packets that XDP redirects to it.
 
 A veth does only if its peer receives in batches (`ethtool -K eth0 gro on`) or has an XDP program itself; otherwise such
-packets are lost without a word."""
+packets are lost without a word.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ HEADER = struct.Struct("=IHHIIBBH")  # length, type, flags, sequence, port; comm
 
 
 def takes_redirected(interface: int) -> bool:
-    """True, too, where the kernel is too old to say."""
+    """Tell whether the interface (by its index) sends such packets; True, too, if the kernel is too old to say."""
     family = _ask(CONTROL, GET_FAMILY, FAMILY_NAME, b"netdev\0").get(FAMILY_ID)
     if family is None:
         return True
@@ -28,7 +29,7 @@ def takes_redirected(interface: int) -> bool:
 
 
 def _ask(family: int, command: int, attribute: int, value: bytes) -> dict[int, bytes]:
-    """Attributes of the answer; none if it is an error."""
+    """Return the attributes of the kernel's answer by their numbers; none if it is an error."""
     body = struct.pack("=HH", 4 + len(value), attribute) + value + bytes(-len(value) % 4)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_GENERIC) as kernel:
         kernel.send(HEADER.pack(HEADER.size + len(body), family, 1, 1, 0, command, 1, 0) + body)
