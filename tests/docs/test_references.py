@@ -84,3 +84,20 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
     assert wrong == [], f"{page} has links that lead nowhere"
+
+
+def test_the_map_has_every_file_of_the_package():
+    """docs/architecture.md, "Rooms and their files": the row of a room names all of its modules."""
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms and their files")[2]
+    named: dict[str, set[str]] = {}
+    for line in page.partition("\n**To add")[0].splitlines():
+        if line.startswith("| `"):
+            first, _, _ = line[2:].partition(" | ")
+            for room in re.findall(r"`([\w/]+)`", first):
+                named[room.rstrip("/")] = set(re.findall(r"`(\w+)`", line))
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = str(path.parent.relative_to(PACKAGE))
+        if not path.stem.startswith("_") and path.stem not in named.get(room if room != "." else path.stem, ()):
+            missing.append(str(path.relative_to(PACKAGE)))
+    assert missing == []
