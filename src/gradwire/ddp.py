@@ -131,6 +131,10 @@ class _Slot:
         self.group = group
         self.state: State | None = None
 
+    def use(self, state: State | None) -> None:
+        """Let the hook do what this state says from now on; None for plain all-reduce."""
+        self.state = state
+
     def __reduce__(self) -> Any:
         """Copies of DDP models have no hooks, so that they have no slot either, and can be attached."""
         return type(None), ()
@@ -150,7 +154,7 @@ class DDPHandle(Handle):
     def detach(self) -> None:
         """Go back to plain all-reduce; the model can be attached again."""
         if self._slot.state is self.state:
-            self._slot.state = None
+            self._slot.use(None)
             self.state.disconnect()
 
 
@@ -200,7 +204,7 @@ def attach(
         slot = _Slot(model.process_group)
         model.register_comm_hook(slot, _slot_hook)
         object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
-    slot.state = state
+    slot.use(state)
     if before:
         before.disconnect()
     return DDPHandle(slot, state)

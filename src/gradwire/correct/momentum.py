@@ -12,7 +12,7 @@ Like error memory, velocity is kept by parameter name and provisional until `com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -69,6 +69,14 @@ class Velocity:
         """Gradients are this many times larger from now on: a loss scale changed."""
         for velocity in self.memory.values():
             velocity.mul_(factor)
+
+    def adopt(self, velocities: Mapping[str, torch.Tensor]) -> None:
+        """Go on from velocities that an optimizer has accumulated so far."""
+        self.memory.update(velocities)
+
+    def load(self, velocities: Mapping[str, torch.Tensor]) -> None:
+        """Replace all velocities by those of a checkpoint."""
+        self.memory = {name: velocity.float().clone() for name, velocity in velocities.items()}
 
     def commit(self) -> None:
         self.memory.update(self._pending)

@@ -36,7 +36,7 @@ class WorkerMemories:
 
     def adopt_velocities(self, velocities: Mapping[str, torch.Tensor]) -> None:
         """Go on from velocities that an optimizer has accumulated so far."""
-        self.velocity.memory.update(velocities)
+        self.velocity.adopt(velocities)
 
     def has_momentum(self, name: str) -> bool:
         """Return whether the momentum of this parameter is accumulated here."""
@@ -92,5 +92,5 @@ class WorkerMemories:
         """Take over what was saved; a GradwireError if it is of parameters that are not among `names`."""
         memory_in(state, names)
         self.errors.load_state_dict(state)
-        self.velocity.memory = {name: v.float().clone() for name, v in state.get("velocity", {}).items()}
+        self.velocity.load(state.get("velocity", {}))
         self.scale = 1.0
