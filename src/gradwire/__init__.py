@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from gradwire import backward, dcp, ddp, fsdp
 from gradwire._version import __version__
-from gradwire.catalogue.all_recipes import codec, recipe, recipes
+from gradwire.catalogue.all_recipes import recipes
 from gradwire.catalogue.budget import allocate
+from gradwire.catalogue.parse_recipe import codec, recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.codecs import Codec, decode

@@ -13,7 +13,7 @@ import torch
 
 import gradwire
 from gradwire import FrameError
-from gradwire.catalogue import all_recipes
+from gradwire.catalogue import parse_recipe
 from gradwire.cli import main
 from gradwire.frame import headers
 from support.helpers import (
@@ -36,9 +36,9 @@ every_recipe = pytest.mark.parametrize("name", NAMES)
 
 @every_recipe
 def test_canonical_spec_rebuilds_the_recipe(name: str) -> None:
-    recipe = all_recipes.recipe(name)
+    recipe = parse_recipe.recipe(name)
     assert recipe.spec.partition(":")[0] == name
-    assert all_recipes.recipe(recipe.spec) == recipe and str(all_recipes.recipe(recipe.spec)) == recipe.spec
+    assert parse_recipe.recipe(recipe.spec) == recipe and str(parse_recipe.recipe(recipe.spec)) == recipe.spec
     codec = gradwire.codec(name)
     again = gradwire.codec(str(codec))
     assert again == codec and str(again) == str(codec)
@@ -66,7 +66,7 @@ def test_round_trip(name: str) -> None:
 @every_recipe
 def test_what_was_not_sent_is_remembered(name: str) -> None:
     """ĝ + e′ = g + γe through the bytes, step after step, with the same memory on every backend."""
-    codec, decay = gradwire.codec(name), all_recipes.recipe(name).decay
+    codec, decay = gradwire.codec(name), parse_recipe.recipe(name).decay
     for dtype in FLOATS:
         memory = torch.zeros(700)
         for step in range(3):

@@ -16,7 +16,7 @@ from torch import nn
 import gradwire
 from gradwire import AggregateError, LocalSGD, SpecError
 from gradwire.aggregate.transport.message_prefix import PREFIX
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.recipe import MOST, budget_parts
 from gradwire.convert.sparse import sent_positions
 from gradwire.frame import headers

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.spec_by_name import SMALL
 from gradwire.codecs import CONVERTIBLE, Codec
 from gradwire.convert.grid_fit import SIDE

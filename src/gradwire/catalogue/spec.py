@@ -126,3 +126,16 @@ def word_or(word: str, parse: Parser) -> Parser:
 
 def float_format(text: str) -> str:
     return str(parse_format(text))
+
+
+# ── parameters of the training around a codec ─────────────────────────────────────────────────────
+
+
+def corrector(default: str, parse: Parser) -> Parameter:
+    """Return a parameter of the training around the codec, such as of its error memory."""
+    return Parameter(default, parse, of_corrector=True)
+
+
+def decay(default: str) -> Parameter:
+    """Return the parameter that error memory is multiplied by in each step: 0 keeps none, 1 forgets nothing."""
+    return corrector(default, number(0, 1))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.errors import SpecError
 

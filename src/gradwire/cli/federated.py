@@ -10,7 +10,7 @@ import torch
 
 from gradwire import tasks
 from gradwire._version import __version__
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.cli import federated_report, flower_simulation
 from gradwire.cli.federated_progress import Rounds
 from gradwire.cli.launch_workers import cores

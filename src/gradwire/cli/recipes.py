@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument
 
-from gradwire.catalogue import all_recipes
+from gradwire.catalogue import all_recipes, parse_recipe
 
 
 def recipes(
@@ -31,7 +31,7 @@ def recipes(
         for entry in all_recipes.recipes():
             table.add_row(entry.name, entry.description, entry.paper)
     else:
-        chosen = all_recipes.recipe(name)
+        chosen = parse_recipe.recipe(name)
         table = Table(title=chosen.entry.description, caption=chosen.entry.paper, box=box.SIMPLE_HEAD)
         table.add_column("parameter")
         table.add_column("value")

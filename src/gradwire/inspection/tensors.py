@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.catalogue.all_recipes import codec
+from gradwire.catalogue.parse_recipe import codec
 from gradwire.float_formats import Format, parse_format
 from gradwire.inspection import code_lengths, frames, goodness
 

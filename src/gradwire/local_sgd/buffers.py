@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gradwire import codecs
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.spec_by_name import Recipes, recipe_of_name
 from gradwire.errors import FrameError, GradwireError, SpecError
 from gradwire.frame import headers

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import ddp
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.checkpoints.run_file import CheckpointError
 from gradwire.engine import auto
 from gradwire.errors import SpecError

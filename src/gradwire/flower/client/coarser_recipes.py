@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from gradwire.catalogue.all_recipes import DITHERED_RATE, recipe
+from gradwire.catalogue.dense_parameters import DITHERED_RATE
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import Values
 from gradwire.catalogue.spec_by_name import SMALL

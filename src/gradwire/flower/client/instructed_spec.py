@@ -6,7 +6,7 @@ import glob
 import math
 
 from gradwire import kernels
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import SpecError
 from gradwire.flower.shared.adaptive_rate import LONGEST_INSTRUCTION, FedDQ, parse

@@ -16,7 +16,7 @@ from collections import deque
 
 import torch
 
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import Values
 from gradwire.catalogue.spec_by_name import Spec, parse_spec

@@ -18,7 +18,7 @@ from gradwire import codecs, kernels
 from gradwire.aggregate.messages.message_coder import encode_frames
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import whole_tensors
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.spec_by_name import SMALL, Spec
 from gradwire.codecs import CONVERTIBLE
 from gradwire.correct.error_memory import Residual

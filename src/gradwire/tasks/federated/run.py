@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from gradwire.catalogue.all_recipes import recipe
+from gradwire.catalogue.parse_recipe import recipe
 from gradwire.checkpoints import run_file
 from gradwire.flower import Compressed
 from gradwire.tasks.base import evaluation_sums
