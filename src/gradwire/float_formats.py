@@ -59,10 +59,12 @@ class Format:
         e, m = codes // fractions, codes % fractions
         normal = (1 + m / fractions) * 2.0 ** (e - self.bias)
         subnormal = m / fractions * 2.0**self.min_exponent
-        return np.where(e > 0, normal, subnormal)
+        magnitudes: np.ndarray = np.where(e > 0, normal, subnormal)
+        return magnitudes
 
     @property
     def largest(self) -> float:
+        """The largest magnitude."""
         return float(self.magnitudes[-1])
 
     @property

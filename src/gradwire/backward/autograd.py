@@ -36,9 +36,10 @@ def weight_gradient(
     inputs: torch.Tensor, outputs: torch.Tensor, choice: Choice, memory: RowMemory | None, factors: Factors | None,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """out × in, from inputs [rows, in] and the gradients of outputs [rows, out]; the memory goes on by one batch.
+    """Return the gradient of the weight, out × in, and take the memory on by one batch.
 
-    `sums` are those of the columns of `outputs`, where they are known already.
+    `inputs` are [rows, in], `outputs` the gradients of the outputs, [rows, out]; `sums` are those of the columns of
+    `outputs`, where they are known already. Without `factors` the step applies nothing, and neither does this.
     """
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
     rows = inputs.shape[0]
@@ -63,11 +64,14 @@ def weight_gradient(
 
 
 def mean_input(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Of the inputs that have a gradient. Padding has none: with it, the others would keep a mean that they share."""
+    """Return the mean of the inputs that have a gradient.
+
+    Padding has none: with it in the mean, the other rows would keep a mean that they share.
+    """
     wide = torch.promote_types(inputs.dtype, torch.float32)
     weights = torch.linalg.vector_norm(outputs, dim=1, dtype=wide).sign_()  # 0 or 1
     weights.div_(weights.sum().clamp_min_(1.0))
-    return weights.to(inputs.dtype) @ inputs  # in half precision only nearly the mean, which is as good
+    return torch.matmul(weights.to(inputs.dtype), inputs)  # in half precision only nearly the mean, which is as good
 
 
 def _side(
@@ -86,6 +90,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+        """Compute the layer's outputs exactly; `how` is (choice, memory, scales) for the backward pass."""
         if weight.is_complex():
             raise GradwireError("rows are chosen for real layers, not for complex ones: use torch.nn.functional.linear")
         return functional.linear(x, *_kept(ctx, x, weight, bias, how))
@@ -93,6 +98,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the exact gradients of input and bias, and the weight gradient of the chosen rows."""
         x, cast = ctx.saved_tensors
         choice, memory, scales = ctx.how
         count = math.prod(x.shape[:-1])  # a layer may have no inputs, of which -1 would make nothing
@@ -116,12 +122,14 @@ class PointwiseFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, ...], *how: Any
     ) -> torch.Tensor:
+        """Compute the convolution exactly; `how` is (choice, memory, scales) for the backward pass."""
         ctx.stride = stride
         return _convolve(x, *_kept(ctx, x, weight, bias, how), stride)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the exact gradients of input and bias, and the weight gradient of the chosen rows."""
         x, cast = ctx.saved_tensors
         choice, memory, scales = ctx.how
         places = cast.dim() - 2
@@ -172,11 +180,15 @@ def linear(
     """`torch.nn.functional.linear`, with the gradient of `weight` from k rows: `memory` keeps the rest, if given."""
     if memory is not None and not isinstance(memory, RowMemory):
         raise SpecError(f"memory must be a gradwire.backward.RowMemory or None, not {memory!r}")
-    return LinearFunction.apply(in_autocast(x), weight, bias, Choice(k, policy, centre), memory, Scales())
+    out: torch.Tensor = LinearFunction.apply(in_autocast(x), weight, bias, Choice(k, policy, centre), memory, Scales())
+    return out
 
 
 def in_autocast(x: torch.Tensor) -> torch.Tensor:
-    """As autocast would give it to the layer; an input is cast before it is kept for the backward pass."""
+    """Return a tensor as autocast would give it to the layer.
+
+    An input is cast before it is kept for the backward pass, which then keeps less.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,19 +31,23 @@ class ChosenRows(nn.Module):
     scales: Scales
 
     def choose(self, choice: Choice, memory: RowMemory | None, scales: Scales | None = None) -> None:
+        """Set how rows are chosen from now on, what remembers the others, and their factors."""
         self.choice, self.memory, self.scales = choice, memory, scales or Scales()
 
     @property
     def weight_memory_inputs(self) -> torch.Tensor | None:
+        """What is remembered of the inputs, [slots, in]; None where nothing is."""
         return self.memory.inputs if self.memory else None
 
     @property
     def weight_memory_outputs(self) -> torch.Tensor | None:
+        """What is remembered of the gradients of the outputs, [slots, out]; None where nothing is."""
         return self.memory.outputs if self.memory else None
 
     def _approximates(self, x: torch.Tensor) -> bool:
         """Exact, as ever, in eval mode, for inputs that are no rows (nested, sparse, meta, sharded by tensor
-        parallelism) and while a graph is recorded."""
+        parallelism) and while a graph is recorded.
+        """
         if not self.training or not torch.is_grad_enabled():
             return False
         if x.is_nested or x.is_meta or x.layout != torch.strided or torch.jit.is_tracing():
@@ -102,6 +107,7 @@ class ChosenRows(nn.Module):
             self.memory.load(*(memory.to(self.weight.device) for memory in found))
 
     def extra_repr(self) -> str:
+        """Describe the layer, and how it chooses rows, for `print(model)`."""
         decay = self.memory.decay if self.memory else 0
         choice = f"k={self.choice.k}, policy={self.choice.policy}, decay={decay}, centre={self.choice.centre}"
         return f"{super().extra_repr()}, {choice}"
@@ -120,6 +126,7 @@ class Linear(ChosenRows, nn.Linear):
 
     # Inputs are called `input`, as torch calls them: they may be given by that name.
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute what `torch.nn.Linear` computes; only the backward pass differs."""
         if not self._approximates(input):
             return super().forward(input)
         weight = self.weight  # looked at once: parametrizations compute it anew each time
@@ -131,11 +138,12 @@ class Linear(ChosenRows, nn.Linear):
 class _Pointwise(ChosenRows):
     stride: Any
     bias: Any
-    _conv_forward: Any
+    _conv_forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self._approximates(input):
-            return super().forward(input)
+            exact: torch.Tensor = super().forward(input)
+            return exact
         weight = self.weight
         if not weight.requires_grad or input.dim() != weight.dim():  # torch takes an image without a batch, too
             return self._conv_forward(input, weight, self.bias)
@@ -143,14 +151,20 @@ class _Pointwise(ChosenRows):
 
 
 class Conv1d(_Pointwise, nn.Conv1d):
+    """`torch.nn.Conv1d` with a kernel of one entry, and its weight gradient from k rows."""
+
     pass
 
 
 class Conv2d(_Pointwise, nn.Conv2d):
+    """`torch.nn.Conv2d` with a kernel of one entry, and its weight gradient from k rows."""
+
     pass
 
 
 class Conv3d(_Pointwise, nn.Conv3d):
+    """`torch.nn.Conv3d` with a kernel of one entry, and its weight gradient from k rows."""
+
     pass
 
 
@@ -158,9 +172,11 @@ class Conv3d(_Pointwise, nn.Conv3d):
 # which takes a second; this does so at the first call, as torch's own optimizers do.
 @torch._disable_dynamo
 def _linear(*args: Any) -> torch.Tensor:
-    return LinearFunction.apply(*args)
+    out: torch.Tensor = LinearFunction.apply(*args)
+    return out
 
 
 @torch._disable_dynamo
 def _pointwise(*args: Any) -> torch.Tensor:
-    return PointwiseFunction.apply(*args)
+    out: torch.Tensor = PointwiseFunction.apply(*args)
+    return out

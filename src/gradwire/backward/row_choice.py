@@ -16,7 +16,8 @@ POLICIES = ("topk", "weightedk", "randk")
 @dataclass(frozen=True)
 class Choice:
     """How many rows, as a number (int) or as a share of the batch (float), by which policy, and of what: of inputs less
-    their mean, which then goes through exactly, or of inputs as they are."""
+    their mean, which then goes through exactly, or of inputs as they are.
+    """
 
     k: int | float
     policy: str = "topk"

@@ -29,18 +29,22 @@ class RowMemory:
 
     @property
     def bytes(self) -> int:
+        """How many bytes the memory takes."""
         return sum(t.numel() * t.element_size() for t in (self.inputs, self.outputs) if t is not None)
 
     def clear(self) -> None:
+        """Forget everything; slots appear anew with the next batch."""
         self.inputs = self.outputs = None
 
     def move(self, device: torch.device) -> None:
+        """Take the memory to another device; to the meta device, which has no values, by forgetting it."""
         if self.inputs is not None and self.outputs is not None and self.inputs.device != device:
             if device.type == "meta":
                 return self.clear()
             self.inputs, self.outputs = self.inputs.to(device), self.outputs.to(device)
 
     def load(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Take over copies of these factors, row j of one and row j of the other."""
         with torch.inference_mode(False):  # what is made in that mode cannot be trained with after it
             self.inputs, self.outputs = inputs.detach().clone(), outputs.detach().clone()
 

@@ -29,12 +29,20 @@ class Factors(NamedTuple):
 
 
 class LossScaler(Protocol):
-    def get_scale(self) -> float: ...
+    """What is asked of a torch.amp.GradScaler."""
+
+    def get_scale(self) -> float:
+        """Return the factor by which the loss, and with it every gradient, is multiplied."""
+        ...
 
 
 @dataclass
 class Scales:
-    """`optimizer` makes it the paper's form; `grad_scaler` is needed where one scales the loss."""
+    """What rows are multiplied with, by the optimizer's learning rate and the scale of the loss.
+
+    An `optimizer` makes it the paper's form; `grad_scaler` is needed where one scales the loss. Layers of a model share
+    one object.
+    """
 
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: LossScaler | None = None

@@ -30,7 +30,7 @@ Bytes = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
 
 
 def as_bytes(frame: Bytes) -> np.ndarray:
-    """A flat uint8 array over the same bytes."""
+    """Return a flat uint8 array over the same bytes."""
     if isinstance(frame, torch.Tensor):
         if frame.dtype != torch.uint8:
             raise FrameError(f"a frame is bytes or a uint8 tensor, not {frame.dtype}")
@@ -49,7 +49,7 @@ def decode(
     max_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """The tensor of a frame, in its shape and dtype; into `out` if given.
+    """Return the tensor of a frame, in its shape and dtype; into `out` if given.
 
     `max_elements` limits what an untrusted frame can make us allocate. By default it is 2²⁸, or 4096
     elements for each byte of the frame, whichever is more.
@@ -82,7 +82,7 @@ def _allocate(header: headers.Header, payload: np.ndarray, device: torch.device 
 
 
 def open_frame(data: np.ndarray) -> tuple[headers.Header, np.ndarray]:
-    """Header and payload of a frame whose checksum is right and whose codec is known."""
+    """Return header and payload of a frame whose checksum is right and whose codec is known."""
     header, _ = headers.open_frame(memoryview(data))
     if header.codec not in DECODERS:
         raise FrameError(f"unknown codec {header.codec} in frame")
@@ -92,12 +92,12 @@ def open_frame(data: np.ndarray) -> tuple[headers.Header, np.ndarray]:
 
 
 def bound(header: headers.Header, payload: np.ndarray) -> float | None:
-    """A magnitude that no entry exceeds, where the frame tells it without being decoded."""
+    """Return a magnitude that no entry exceeds, where the frame tells it without being decoded."""
     return minifloat.bound(header, payload) if header.codec == headers.MINIFLOAT else None
 
 
 def decode_onto(header: headers.Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-    """out = onto + decoded, both contiguous fp32 tensors of the frame's size."""
+    """Write onto + decoded to `out`, both contiguous fp32 tensors of the frame's size."""
     if header.codec != headers.MINIFLOAT or not minifloat.decode_onto(header, payload, out.view(-1), onto.view(-1)):
         out.copy_(onto)
         decode_payload(header, payload, out, accumulate=True)
@@ -107,7 +107,7 @@ def decode_onto(header: headers.Header, payload: np.ndarray, out: torch.Tensor, 
 def decode_payload(
     header: headers.Header, payload: np.ndarray, out: torch.Tensor, weight: float = 1.0, accumulate: bool = False
 ) -> None:
-    """out = weight · decoded, or out += weight · decoded; `out` may have another shape and float dtype."""
+    """Write weight·decoded to `out`, or add it; `out` may have another shape and float dtype, and be on any device."""
     out = out.detach()
     flat = out.contiguous().view(-1)  # a view, or a copy of an `out` that is not contiguous
     DECODERS[header.codec](header, payload, flat, weight, accumulate)

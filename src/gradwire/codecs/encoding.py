@@ -25,7 +25,11 @@ CHECKED_AHEAD = 2**22
 
 
 class Codec:
-    """The stateless part of a recipe. `str(codec)` is the spec that rebuilds it."""
+    """The stateless part of a recipe: one tensor in, one frame out. `str(codec)` is the spec that rebuilds it.
+
+    The same tensor, seed and memory give the same bytes with any number of threads. Any number of threads may use one
+    codec at once, each with tensors of its own.
+    """
 
     def __init__(self, spec: str, converter: Converter):
         self.spec, self.converter = spec, converter
@@ -57,12 +61,14 @@ class Codec:
         return kernels.runs_on(device, self.converter.families)
 
     def max_frame_bytes(self, tensor: torch.Tensor) -> int:
-        """What `encode_into` may write at most: the tensor as it is or, segmented, five bytes an entry; a header; room
-        for wide stores."""
+        """Return how many bytes `encode_into` may write at most.
+
+        That is the tensor as it is or, segmented, five bytes an entry; a header; and room for wide stores.
+        """
         return tensor.numel() * max(5, tensor.dtype.itemsize) + 512 + 10 * tensor.dim()
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> bytes:
-        """The frame of a tensor of any shape, dtype and device."""
+        """Return the frame of a tensor of any shape, dtype and device."""
         tensor = _checked(tensor)
         out = torch.empty(self.max_frame_bytes(tensor), dtype=torch.uint8)
         return out[: self.encode_into(tensor, out, seed=seed)].numpy().tobytes()

@@ -17,6 +17,8 @@ from gradwire.convert.levels import EXPLICIT, SYMMETRIC, Levels
 
 
 class BinGrad(Levels):
+    """One bit an entry; `form` is "b" or "pb", and a `clip` above 0 cuts off magnitudes beyond clip·σ first."""
+
     def __init__(self, form: str, clip: float, bucket: int, precision: str, coder: str):
         super().__init__(2, bucket, precision, coder)
         self.stochastic = form == "pb"
@@ -24,6 +26,7 @@ class BinGrad(Levels):
         self.search, self.clip = {"b": "two", "pb": "pair"}[form], clip
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: both levels, or b of the levels ±b."""
         limits = clip_limits(conversion, starts, self.clip)
         return kernels.search_levels(
             conversion.gradient, conversion.memory, conversion.decay, starts, limits, 2, self.search

@@ -13,6 +13,8 @@ TARGETS = (torch.float16, torch.bfloat16)
 
 
 class Cast(Converter):
+    """Every entry in fp16 or bf16."""
+
     wire_id = CAST
     families = ("quantize",)
     elementwise = True
@@ -21,6 +23,7 @@ class Cast(Converter):
         self.target = target
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
         u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
@@ -34,6 +37,7 @@ class Cast(Converter):
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
     count = header.elements
     target = DTYPES[int(payload[0])] if len(payload) and payload[0] < len(DTYPES) else None
     always_stored = not count or not header.dtype.is_floating_point

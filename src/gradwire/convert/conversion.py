@@ -17,7 +17,11 @@ class NonFinite(Exception):
 
 
 class Converter(ABC):
-    """Turns a conversion into payload bytes, and updates its error memory to what the payload leaves out."""
+    """A lossy method: it turns a tensor into payload bytes, and the error memory into what the payload leaves out.
+
+    A converter has parameters but no state, so that any number of threads may share it. It knows neither frames nor
+    devices: the tensors of a conversion are where its `families` of kernels run, or on the CPU.
+    """
 
     wire_id: int  # of the function that decodes the payload
     stochastic = False  # frames depend on the seed
@@ -40,6 +44,11 @@ class Converter(ABC):
 
 @dataclass
 class Conversion:
+    """One tensor on its way into a frame: the gradient, its error memory, and how to treat them.
+
+    All tensors are flat, contiguous and on one device. A converter writes to `memory_out` alone.
+    """
+
     gradient: torch.Tensor  # flat fp32, contiguous
     original: torch.Tensor  # the same in the dtype that the receiver gets back
     memory: torch.Tensor | None = None  # e, flat fp32
@@ -50,10 +59,12 @@ class Conversion:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the tensor that the receiver gets back."""
         return self.original.dtype
 
     @property
     def count(self) -> int:
+        """The number of entries."""
         return self.gradient.numel()
 
     @property
@@ -66,10 +77,11 @@ class Conversion:
         )
 
     def compensated(self) -> torch.Tensor:
-        """u = g + decay·e."""
+        """Return u = g + decay·e, limited to the finite range of fp32."""
         return kernels.compensate(self.gradient, self.memory, self.decay)
 
     def require_finite(self) -> None:
+        """Raise NonFinite if the gradient holds a NaN or an infinity."""
         require_finite(self.gradient)
 
     def take_back(self, sent: torch.Tensor) -> None:
@@ -79,6 +91,8 @@ class Conversion:
         part.add_(sent.to(part.device)).sub_(self.gradient[: sent.numel()]).div_(self.decay)
 
     def slice(self, start: int, stop: int) -> Conversion:
+        """Return the conversion of the entries start … stop−1, which share their memory with these."""
+
         def cut(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t[start:stop]
 
@@ -88,6 +102,7 @@ class Conversion:
 
 
 def require_finite(u: torch.Tensor) -> None:
+    """Raise NonFinite if the tensor holds a NaN or an infinity."""
     if not math.isfinite(kernels.absmax(u)):
         raise NonFinite
 
@@ -98,13 +113,13 @@ def in_host_memory(tensor: torch.Tensor) -> np.ndarray:
 
 
 def limit_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 numbers in another dtype, those beyond its finite range at the end of it."""
+    """Return fp32 numbers in another dtype, those beyond its finite range as its largest number."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return x.clamp(-limit, limit).to(dtype)
 
 
 def combine(values: torch.Tensor, out: torch.Tensor, weight: float, accumulate: bool) -> None:
-    """out = weight·values, or out += weight·values."""
+    """Write weight·values to `out`, or add it, wherever `out` is."""
     values = values.to(out.device)
     if weight != 1:
         values = values.to(out.dtype) * weight

@@ -32,7 +32,7 @@ MAX_OFFSETS = 15
 
 @dataclass(frozen=True)
 class Points:
-    """What multiples stand for."""
+    """The values that multiples of the step stand for."""
 
     step: float
     offsets: tuple[int, ...]  # in 1/256 of a step
@@ -51,11 +51,13 @@ class Points:
 
 @lru_cache(maxsize=512)
 def table(points: Points, largest: int) -> torch.Tensor:
-    """What each symbol stands for."""
+    """Return what each symbol stands for, from −largest to largest."""
     return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32))
 
 
 class Ecq(Converter):
+    """Multiples of a step that meets a target: a rate in bits an entry, or a relative squared error `nmse`."""
+
     wire_id = GRID
     families = ("quantize", "grid")
     lists_segments = stores_tiny = True
@@ -74,6 +76,7 @@ class Ecq(Converter):
     # ── encoding ──
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         if conversion.segments:
             return self._encode_segments(conversion, out)
         if self.stochastic:
@@ -239,6 +242,7 @@ def _take_back(
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
     reader, count = Reader(memoryview(payload)), header.elements
     if not header.dtype.is_floating_point or not count:
         raise FrameError("grid frame of a dtype or size that is always stored")
@@ -277,7 +281,7 @@ class _Steps:
 
 
 def read_points(reader: Reader) -> tuple[int, tuple[int, ...]]:
-    """(the largest magnitude of a symbol, the offsets)."""
+    """Read (the largest magnitude of a symbol, the offsets)."""
     largest, number = reader.byte(), reader.byte()
     if not 1 <= largest <= 127 or number > MAX_OFFSETS:
         raise FrameError("invalid grid")

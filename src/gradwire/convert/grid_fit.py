@@ -24,26 +24,28 @@ FEWEST = 3  # smallest of the largest magnitudes
 
 @dataclass(frozen=True)
 class GridFit:
+    """What an encoder of a grid needs: the grid, and how its symbols are coded."""
+
     grid: MeasuredGrid
     coding: compress.Coding
     outlier_bits: float
 
     @property
     def bits(self) -> float:
-        """Of the whole payload."""
+        """The length of the whole payload, as far as the sample tells it."""
         return 8 * FIXED + self.coding.expected_bits + self.outlier_bits
 
 
 @dataclass(frozen=True)
 class Target:
-    """Either a rate, in bits an entry, or a relative squared error."""
+    """What a grid has to meet: either a rate, in bits an entry, or a relative squared error."""
 
     rate: float | None
     nmse: float | None
     stochastic: bool = False
 
     def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> GridFit | None:
-        """What meets the target on the sample and `zeros` beside it; None if there is nothing but zeros."""
+        """Return what meets the target on the sample and `zeros` beside it; None if there is nothing but zeros."""
         if not sample.numel():
             return None
         # Part of a sample is enough to search on for a rate, which all of it then corrects.
@@ -71,6 +73,7 @@ class Target:
         return found
 
     def fit_tensor(self, conversion: Conversion) -> GridFit | None:
+        """Return what meets the target on a whole tensor, by a sample of it; None if there is nothing but zeros."""
         sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
         if sample.numel() == conversion.count or np.count_nonzero(in_host_memory(sample)) * 64 > sample.numel():
             return self.fit(sample, conversion.count)
@@ -85,6 +88,7 @@ class Target:
 
 
 def choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
+    """Return how symbols with these counts are coded; `count` is how many there will be."""
     alphabet = compress.Alphabet(2 * largest + 1, largest)
     return compress.choose(compress.SymbolStatistics(alphabet, counts, count), compress.RANS)
 

@@ -48,14 +48,14 @@ class Curve:
         self.energy, self.top = float(self.second[-1]), float(max(-wide[0], wide[-1]))
 
     def measure(self, step: float, shift: float) -> MeasuredGrid | None:
-        """What this grid comes to; None if its outliers are too many."""
+        """Return this grid with its rate and error on the sample; None if its outliers are too many."""
         if self.stochastic:
             return self._dithered(step)
         found = kernels.grid_measure(self.x, self.first, self.second, self.zeros, step, shift)
         return None if found is None else MeasuredGrid(step, shift, *found)
 
     def counts(self, grid: MeasuredGrid) -> np.ndarray:
-        """How often each symbol comes; outliers count as zeros."""
+        """Return how often each symbol comes; outliers count as zeros."""
         if self.stochastic:
             positive, negative, _, _ = self._expected(grid.step)
         else:
@@ -66,7 +66,7 @@ class Curve:
         return counts
 
     def outliers(self, grid: MeasuredGrid) -> Callable[[int], tuple[int, float]]:
-        """(number, about what they take) of the outliers if symbols go up to a magnitude."""
+        """Return a function: largest magnitude of a symbol → (number of outliers, about how many bits they take)."""
         if self.stochastic:
             positive, negative, ends, _ = self._expected(grid.step)
             both = positive + negative

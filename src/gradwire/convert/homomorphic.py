@@ -35,7 +35,7 @@ TRIES = 8  # of other seeds, before the sketch grows
 
 
 class Homomorphic(Converter):
-    """p is the share of the entries that are sent, None for all that are not zero."""
+    """Integers on a grid; `p` is the share of the entries that are sent, None for all that are not zero."""
 
     wire_id = HOMOMORPHIC
     families = ("quantize", "sparse", "homomorphic")
@@ -45,6 +45,7 @@ class Homomorphic(Converter):
         self.p, self.bits, self.stochastic = p, bits, rounding == "stochastic"
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
         u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
@@ -107,7 +108,7 @@ def _little_endian(words: torch.Tensor) -> bytes:
 
 
 def read_side(reader: Reader, header: Header) -> tuple[Plan, Grid]:
-    """Everything before index and sketch."""
+    """Read everything before index and sketch."""
     if not header.dtype.is_floating_point or not header.elements:
         raise FrameError("homomorphic frame of a dtype or size that is always stored")
     kind = reader.byte()
@@ -133,6 +134,7 @@ def read_side(reader: Reader, header: Header) -> tuple[Plan, Grid]:
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
     reader = Reader(memoryview(payload))
     plan, grid = read_side(reader, header)
     body = reader.rest()

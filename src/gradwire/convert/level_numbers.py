@@ -33,7 +33,7 @@ def round_outward(numbers: np.ndarray, precision: torch.dtype, direction: int) -
 
 def sent(sizes: np.ndarray, width: int) -> np.ndarray:
     """How many of its numbers each bucket sends: no more than it has entries, but two, to have them between."""
-    return np.minimum(np.maximum(sizes, 2), width)
+    return np.asarray(np.minimum(np.maximum(sizes, 2), width))
 
 
 def pack_numbers(numbers: np.ndarray, sizes: np.ndarray, precision: torch.dtype) -> bytes:

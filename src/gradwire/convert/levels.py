@@ -25,7 +25,7 @@ MOST_LEVELS = 255
 
 @dataclass(frozen=True)
 class Buckets:
-    """How a tensor is cut: `starts` of all buckets, and the number of entries last."""
+    """How a tensor is cut: the index at which each bucket starts, and the number of entries last."""
 
     bucket: int
     segments: tuple[int, ...]
@@ -33,11 +33,15 @@ class Buckets:
 
     @property
     def sizes(self) -> np.ndarray:
+        """The number of entries of each bucket."""
         return np.diff(self.starts)
 
 
 def make_buckets(count: int, segments: tuple[int, ...], bucket: int, levels: int) -> Buckets:
-    """Buckets that restart at each segment; segments with less than two entries a level share one with the next."""
+    """Cut a tensor into buckets that restart at each segment.
+
+    Segments with less than two entries a level share a bucket with the next one.
+    """
     joined: list[int] = []
     for length in segments or (count,):
         if joined and (length < 2 * levels or joined[-1] < 2 * levels):
@@ -48,18 +52,19 @@ def make_buckets(count: int, segments: tuple[int, ...], bucket: int, levels: int
 
 
 def cut(segments: tuple[int, ...], bucket: int) -> Buckets:
+    """Return buckets of `bucket` entries (0: as large as their segment) that restart at each of these segments."""
     ends = np.cumsum(segments)
     pieces = [np.arange(end - n, end, bucket or n) for n, end in zip(segments, ends, strict=True)]
     return Buckets(bucket, segments, np.append(np.concatenate(pieces), ends[-1]).astype(np.int64))
 
 
 def widths(kind: int, levels: int) -> int:
-    """Numbers that describe one bucket."""
+    """Return how many numbers describe one bucket."""
     return {EXPLICIT: levels, EVEN: 2, SYMMETRIC: 1}[kind]
 
 
 def level_values(numbers: np.ndarray, kind: int, levels: int, dtype: torch.dtype) -> torch.Tensor:
-    """What each symbol of each bucket stands for, as fp32 numbers that the dtype holds."""
+    """Return what each symbol of each bucket stands for, as fp32 numbers that the dtype holds."""
     if kind != EXPLICIT:
         low, high = (-numbers, numbers) if kind == SYMMETRIC else (numbers[:, :1], numbers[:, 1:])
         k = np.arange(levels, dtype=np.float64)
@@ -68,7 +73,10 @@ def level_values(numbers: np.ndarray, kind: int, levels: int, dtype: torch.dtype
 
 
 class Levels(Converter):
-    """Base of the methods. Unbiased ones have `outward`: their outer levels enclose every entry."""
+    """What all quantizers with a few levels in each bucket share; a method adds `fit`.
+
+    Unbiased ones have `outward`: their outer levels enclose every entry.
+    """
 
     wire_id = LEVELS
     families = ("quantize", "levels")
@@ -84,9 +92,13 @@ class Levels(Converter):
 
     @abstractmethod
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
-        """fp32 numbers of every bucket: its levels in ascending order (EXPLICIT), lo and hi (EVEN) or b (SYMMETRIC)."""
+        """Return fp32 numbers for every bucket.
+
+        These are its levels in ascending order (EXPLICIT), lo and hi (EVEN), or b of levels from −b to b (SYMMETRIC).
+        """
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
         if conversion.memory is not None:
             require_finite(conversion.memory)  # one that is not would spoil the frame
@@ -144,7 +156,7 @@ PRECISIONS_ON_WIRE = tuple(PRECISIONS.values())
 
 
 def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: str) -> compress.Coding:
-    """The shortest coding: of all coders, or of one and plain packing."""
+    """Return the shortest coding: of all coders, or of one and plain packing."""
     # On large tensors rANS is within half a percent of the entropy, and much faster than Huffman.
     every = ("rans", "huffman") if total < compress.LARGE else ("rans",)
     names = every if coder == "auto" else (coder,)
@@ -154,7 +166,7 @@ def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: s
 
 
 def read_side(reader: Reader, header: Header) -> tuple[Buckets, int, int, torch.dtype]:
-    """(buckets, number of levels, kind, precision) at the front of a payload."""
+    """Read (buckets, number of levels, kind, precision) at the front of a payload."""
     count = header.elements
     bucket, levels, table = reader.varint(count), reader.byte(), reader.byte()
     kind, precision = table & 3, table >> 2
@@ -172,6 +184,7 @@ def read_side(reader: Reader, header: Header) -> tuple[Buckets, int, int, torch.
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
     if not header.dtype.is_floating_point or not header.elements:
         raise FrameError("levels frame of a dtype or size that is always stored")
     reader = Reader(memoryview(payload))

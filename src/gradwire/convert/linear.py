@@ -10,10 +10,13 @@ from gradwire.convert.levels import EVEN, Levels
 
 
 class LinearLevels(Levels):
+    """Evenly spaced levels from the least to the greatest entry of a bucket."""
+
     kind = EVEN
     stochastic = True
     outward = True
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: the least and the greatest entry."""
         found = stats(conversion, starts)
         return np.stack([found["min"], found["max"]], axis=1).astype(np.float32) + np.float32(0)

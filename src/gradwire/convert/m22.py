@@ -33,6 +33,8 @@ OCTAVES = (-5, 6)  # below, t counts as 0; above, |u|^M hardly varies
 
 
 class M22(Sparse):
+    """Top-k, and 2^bits levels for the values, fitted with the weight |u|^m."""
+
     def __init__(
         self, p: float = 0.01, k: int | None = None, bits: int = 2, m: int = 2, positions: str = "auto",
         threshold: float | None = None,
@@ -45,6 +47,7 @@ class M22(Sparse):
         self.count_of_levels, self.m = 1 << bits - 1, m  # on either side of zero
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         chosen, values = self.select(conversion)
         if not chosen.numel():
             return self.write(conversion, out, chosen, MAGNITUDES, b"", None)
@@ -57,7 +60,7 @@ class M22(Sparse):
 
 
 def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:
-    """Ascending levels for the magnitudes of values other than 0, `count` of them at most; fp64."""
+    """Return ascending levels in fp64, `count` of them at most, for the magnitudes of values that are not 0."""
     x = in_host_memory(sent[:: -(-sent.numel() // SAMPLE) | 1].abs().double())
     if len(x) <= count:  # its own entries are the better levels
         return np.sort(x)
@@ -74,7 +77,10 @@ def fit(sent: torch.Tensor, m: int, count: int) -> np.ndarray:
 
 
 def model_levels(t: float, mean: float, square: float, m: int, count: int) -> np.ndarray:
-    """Levels of t + y for the GenNorm y with these moments, on grids of β and t/E y, so that few have to be solved."""
+    """Return the levels of t + y for the GenNorm y with these moments.
+
+    They are looked up on grids of β and t/E y, so that few have to be solved.
+    """
     beta = float(gennorm_moments.BETAS[gennorm_moments.nearest_index(mean, square)])
     unit = gennorm_moments.mean_abs(beta)
     from_zero = _on_grid(t / mean) * unit if m else 0.0
@@ -88,7 +94,10 @@ def _on_grid(ratio: float) -> float:
 
 
 def weighted_means(x: np.ndarray, levels: np.ndarray, m: int) -> tuple[np.ndarray, float]:
-    """Levels at the means of their cells, without those of empty ones; and the squared error over the squares."""
+    """Move levels to the weighted means of their cells, without those of empty cells.
+
+    Returns them, and the squared error over the sum of squares.
+    """
     cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
     largest = x.max()
     part = x / largest  # so that no power is too large

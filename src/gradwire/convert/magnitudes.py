@@ -20,13 +20,13 @@ INFINITY = 0x7F80  # as bf16
 
 
 def signed(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the symbols stand for, ascending: fp32 numbers that the dtype holds, and no −0."""
+    """Return what the symbols stand for, ascending: fp32 numbers that the dtype holds, and no −0."""
     held = limit_to(magnitudes.float(), dtype).float()
     return torch.cat([-held.flip(0), held]) + 0.0
 
 
 def encode(values: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
-    """Each value as the nearest of ±magnitudes (bf16, ascending): bytes, and what they leave out."""
+    """Encode each value as the nearest of ±magnitudes (bf16, ascending): bytes, and what they leave out."""
     left = torch.empty_like(values)
     starts = np.array([0, values.numel()], dtype=np.int64)
     symbols, counts = kernels.assign_levels(values, None, left, 1.0, signed(magnitudes, dtype)[None], starts, None)
@@ -37,6 +37,7 @@ def encode(values: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -
 
 
 def decode(data: np.ndarray, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the fp32 values of `count` entries."""
     reader = Reader(memoryview(data))
     magnitudes = read_table(reader)
     alphabet = _alphabet(len(magnitudes))
@@ -45,7 +46,7 @@ def decode(data: np.ndarray, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def read_table(reader: Reader) -> torch.Tensor:
-    """The magnitudes, bf16."""
+    """Read the magnitudes, as bf16."""
     number = reader.byte()
     if not 1 <= number <= MOST:
         raise FrameError("invalid number of magnitudes")

@@ -33,7 +33,7 @@ SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal 
 
 @dataclass(frozen=True)
 class StepFit:
-    """What a sample says about a tensor: the step, and the model's indices."""
+    """What a sample says about a tensor: the step, and the indexes of the model."""
 
     step: float  # a bfloat16 number
     beta_index: int
@@ -41,7 +41,7 @@ class StepFit:
 
 
 def fit(fmt: Format, sample: torch.Tensor) -> StepFit | None:
-    """The step with the least squared error under the fitted GenNorm; None if all entries are zero."""
+    """Return the step with the least squared error under the fitted GenNorm; None if all entries are zero."""
     nonzero, total_abs, total_square = kernels.moments(sample)
     if not nonzero:
         return None
@@ -70,20 +70,23 @@ def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
 
 
 def round_step(step: float) -> float:
-    """The nearest bfloat16 in the allowed range: two bytes on the wire, and as good a step."""
+    """Return the nearest bfloat16 in the allowed range, which takes two bytes on the wire and is as good a step."""
     (bits,) = struct.unpack("<I", struct.pack("<f", min(max(step, SMALLEST_STEP), LARGEST_STEP)))
-    return struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))[0]
+    (rounded,) = struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))
+    return float(rounded)
 
 
 @lru_cache(maxsize=512)
 def values(fmt: Format, step: float, dtype: torch.dtype) -> torch.Tensor:
-    """What each symbol stands for, as fp32: one rounded product, then the tensor's own dtype."""
+    """Return what each symbol stands for, as fp32: one rounded product, then rounded to the tensor's own dtype."""
     with np.errstate(over="ignore", under="ignore"):
         exact = torch.from_numpy(fmt.levels.astype(np.float32) * np.float32(step))
     return limit_to(exact, dtype).float()
 
 
 class Minifloat(Converter):
+    """Entries in a small float format, times a step that suits the tensor."""
+
     wire_id = MINIFLOAT
     families = ("quantize",)
     lists_segments = stores_tiny = True
@@ -94,6 +97,7 @@ class Minifloat(Converter):
         self.models = models.by_name("histogram" if self.stochastic else model)
 
     def fit(self, conversion: Conversion, sample: torch.Tensor) -> StepFit | None:
+        """Return the step for this tensor; None if all entries are zero."""
         if self.stochastic:
             # Unbiased needs the largest entry inside the format's range: nothing may saturate.
             return self._fit_range(conversion)
@@ -114,7 +118,7 @@ class Minifloat(Converter):
         return StepFit(step, 0, 0)
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
-        """Write side information and coded symbols to the front of `out`; returns their length."""
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         if conversion.segments:
             return self._encode_segments(conversion, out)
         sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
@@ -227,6 +231,7 @@ class Minifloat(Converter):
 
 
 def write(out: torch.Tensor, *parts: bytes) -> int:
+    """Write these parts one after the other to the front of `out`; returns their length."""
     view, position = memoryview(out.numpy()), 0
     for part in parts:
         view[position : position + len(part)] = part
@@ -243,6 +248,7 @@ def _pack_format(fmt: Format) -> bytes:
 
 
 def read_format(reader: Reader) -> Format:
+    """Read a float format: the number of a preset, or all fields of another one."""
     number = reader.byte()
     if number < len(PRESETS):
         return list(PRESETS.values())[number]
@@ -258,6 +264,7 @@ def read_format(reader: Reader) -> Format:
 
 
 def read_step(reader: Reader) -> float:
+    """Read a step in the allowed range."""
     step = reader.bfloat16()
     if not SMALLEST_STEP <= step <= LARGEST_STEP:
         raise FrameError("invalid step")
@@ -265,6 +272,7 @@ def read_step(reader: Reader) -> float:
 
 
 def read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
+    """Read (length, step) of every segment; the lengths add up to `count`."""
     number = reader.varint(len(reader.data))
     segments = [(reader.varint(count), read_step(reader)) for _ in range(number)]
     if sum(length for length, _ in segments) != count:
@@ -273,7 +281,7 @@ def read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
 
 
 def decode_symbols(payload: memoryview, count: int) -> torch.Tensor:
-    """The symbols of an unsegmented payload."""
+    """Return the symbols of a payload without segments."""
     reader = Reader(payload)
     fmt = read_format(reader)
     read_step(reader)
@@ -281,6 +289,7 @@ def decode_symbols(payload: memoryview, count: int) -> torch.Tensor:
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
     reader, count = Reader(memoryview(payload)), header.elements
     if not header.dtype.is_floating_point or not count:
         raise FrameError("minifloat frame of a dtype or size that is always stored")
@@ -307,7 +316,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
 
 
 def decode_onto(header: Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> bool:
-    """out = onto + decoded in one pass, where the kernels can; False where not."""
+    """Compute out = onto + decoded in one pass; False where there is no kernel for that."""
     if header.flags & SEGMENTED or not header.elements:
         return False
     reader = Reader(memoryview(payload))
@@ -317,7 +326,7 @@ def decode_onto(header: Header, payload: np.ndarray, out: torch.Tensor, onto: to
 
 
 def bound(header: Header, payload: np.ndarray) -> float | None:
-    """The largest magnitude that the frame can hold, by its side information; None where there are many."""
+    """Return the largest magnitude that the frame can hold, by its side information; None where segments differ."""
     if header.flags & SEGMENTED:
         return None
     reader = Reader(memoryview(payload))
@@ -335,6 +344,7 @@ def _segment_values(
 
 
 def weighted_values(fmt: Format, step: float, dtype: torch.dtype, weight: float) -> torch.Tensor:
+    """Return `values`, each times the weight."""
     table = values(fmt, step, dtype)
     return table if weight == 1 else table * weight
 

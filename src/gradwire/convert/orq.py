@@ -21,6 +21,8 @@ MOST = 129
 
 
 class ORQ(Levels):
+    """Unbiased levels with the least expected squared error; `search` is "greedy", "polished" or "exact"."""
+
     stochastic = True
     outward = True
 
@@ -29,6 +31,7 @@ class ORQ(Levels):
         self.search, self.clip = search, clip
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: all levels, from minimum to maximum."""
         limits = clip_limits(conversion, starts, self.clip)
         return kernels.search_levels(
             conversion.gradient, conversion.memory, conversion.decay, starts, limits, self.levels, self.search
@@ -36,7 +39,7 @@ class ORQ(Levels):
 
 
 def parse_levels(text: str) -> int:
-    """2^K + 1, because the greedy search halves its intervals."""
+    """Parse a number of levels: 2^K + 1, because the greedy search halves its intervals."""
     allowed = [2**k + 1 for k in range(1, 8)]
     try:
         wanted = int(text)

@@ -13,6 +13,7 @@ Outliers = tuple[np.ndarray, np.ndarray]  # positions, ascending; signed multipl
 
 
 def write_outliers(outliers: Outliers, largest: int) -> bytes:
+    """Return the bytes of a list of outliers; none for an empty list."""
     positions, multiples = outliers
     if not len(positions):
         return b""
@@ -25,6 +26,7 @@ def write_outliers(outliers: Outliers, largest: int) -> bytes:
 
 
 def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
+    """Read a list of outliers, all of whose positions are below `elements`."""
     if not len(data):
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     reader = Reader(data)

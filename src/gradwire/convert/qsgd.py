@@ -14,6 +14,8 @@ from gradwire.convert.levels import SYMMETRIC, Levels
 
 
 class QSGD(Levels):
+    """Evenly spaced levels from −norm to norm; `norm` is "l2" or "max"."""
+
     kind = SYMMETRIC
     stochastic = True
     outward = True
@@ -23,6 +25,7 @@ class QSGD(Levels):
         self.norm = norm
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: its norm."""
         found = stats(conversion, starts)
         largest = np.maximum(-found["min"], found["max"])
         # A sum of rounded squares may fall short of the one entry that it consists of.

@@ -15,7 +15,10 @@ from gradwire.convert.sparse import ONE_VALUE, Sparse, one_value
 
 
 class SBC(Sparse):
+    """The largest entries of one sign, all with their mean value."""
+
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         chosen, values = self.select(conversion, one_sign=True)
         mean = kernels.mean_magnitude(values)
         raw, sent = one_value(-mean if bool((values[:1] < 0).any()) else mean, conversion.dtype)

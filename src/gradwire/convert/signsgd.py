@@ -13,10 +13,13 @@ from gradwire.convert.levels import SYMMETRIC, Levels
 
 
 class SignSGD(Levels):
+    """The signs of a bucket, times its mean magnitude."""
+
     kind = SYMMETRIC
 
     def __init__(self, bucket: int, precision: str, coder: str):
         super().__init__(2, bucket, precision, coder)
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: its mean magnitude."""
         return stats(conversion, starts)["magnitude"].astype(np.float32)[:, None]

@@ -26,7 +26,7 @@ MASK = (1 << 64) - 1
 
 
 def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
-    """Where the largest magnitudes are, the largest first, of equal ones the first."""
+    """Return the indexes of the largest magnitudes, the largest first, of equal ones the first."""
     magnitude = found.abs()
     threshold = torch.kthvalue(magnitude, len(found) - kept + 1).values
     index = torch.nonzero(magnitude >= threshold).flatten()  # ties may make it too many
@@ -35,7 +35,7 @@ def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def scaled(found: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """scale × these estimates as numbers of the dtype, and 0 elsewhere."""
+    """Return scale × these estimates as numbers of the dtype, and 0 elsewhere."""
     out = torch.zeros(len(found), dtype=dtype, device=found.device)
     out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
     return out
@@ -53,6 +53,8 @@ def best_scale(exact: torch.Tensor, found: torch.Tensor) -> float:
 
 
 class CountSketch(Converter):
+    """A table of hashed sums, of which the decoder keeps the largest estimates."""
+
     wire_id = SKETCH
     families = ("quantize", "sketch")
     stochastic = True
@@ -62,6 +64,7 @@ class CountSketch(Converter):
         self.ratio, self.rows, self.p, self.precision = ratio, rows, p, PRECISIONS[precision]
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
         u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
@@ -85,6 +88,7 @@ class CountSketch(Converter):
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
     count = header.elements
     if not header.dtype.is_floating_point or not count:
         raise FrameError("sketch of a dtype or size that is always stored")

@@ -31,7 +31,11 @@ DEFAULT_LIMIT, POSITIONS_PER_BYTE = 2**28, 4096  # of `sent_positions`, as in co
 
 
 class Sparse(Converter):
-    """The choice of entries; p is their share of a tensor, k (if given) their number, threshold (if given) |u|."""
+    """What sparse codecs share: the choice of entries, and the payload.
+
+    `p` is the share of a tensor that is sent. Where they are given, `k` is the number of entries instead, or
+    `threshold` the least |u| of those that are sent.
+    """
 
     wire_id = SPARSE
     families = ("quantize", "sparse")
@@ -49,7 +53,7 @@ class Sparse(Converter):
         self.p, self.k, self.positions, self.threshold = p, k, positions, threshold
 
     def count(self, elements: int) -> int | None:
-        """How many entries of a tensor are sent at most; None: as many as reach the threshold."""
+        """Return how many entries of a tensor are sent at most; None if as many as reach the threshold."""
         if self.threshold is not None:
             return None
         # p is the decimal number that was written: in binary 0.07 · 100 would be more than 7.
@@ -57,7 +61,7 @@ class Sparse(Converter):
         return min(wanted, elements)
 
     def select(self, conversion: Conversion, one_sign: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and u of the chosen entries; u of all entries is then in memory_out."""
+        """Return positions and u of the chosen entries, and leave u of all entries in memory_out."""
         count, low = self.count(conversion.count), _bits_from(self.threshold)
         done, *chosen = kernels.select(
             conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, count, low, one_sign
@@ -93,7 +97,10 @@ class Sparse(Converter):
         values: bytes,
         sent: torch.Tensor | None,
     ) -> int:
-        """The payload; `sent` is what the receiver takes these values for, and leaves the memory (None: it has)."""
+        """Write the payload; returns its length.
+
+        `sent` is what the receiver takes the values for: it leaves the memory here, or has left it where it is None.
+        """
         if conversion.memory_out is not None and sent is not None:
             kernels.scatter(conversion.memory_out, chosen, -sent, True)
         payload = varint(chosen.numel())
@@ -115,13 +122,13 @@ def _bits_from(threshold: float | None) -> int:
 
 
 def one_value(mean: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
-    """A mean of fp32 numbers as it travels, and as the receiver has it."""
+    """Return a mean of fp32 numbers as it travels, and as the receiver has it."""
     raw = struct.pack("<f", mean)
     return raw, received(torch.tensor(struct.unpack("<f", raw)), dtype)
 
 
 def received(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a receiver takes these values for: limited and rounded to the dtype of the tensor, as fp32."""
+    """Return what a receiver takes these values for: limited and rounded to the dtype of the tensor, as fp32."""
     if dtype.itemsize >= 4:
         return values.float()  # finite, and so in range
     return limit_to(values.float(), dtype).float()
@@ -131,6 +138,7 @@ def received(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it to the entries that were sent."""
     if not header.dtype.is_floating_point or not header.elements:
         raise FrameError("sparse frame of a dtype or size that is always stored")
     positions, kind, rest = _read_positions(payload, header.elements, header.elements)
@@ -141,7 +149,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
 
 
 def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Which entries a sparse frame holds (flat, ascending, int64); all of them for a stored one."""
+    """Return which entries a sparse frame holds (flat, ascending, int64); all of them for a stored one."""
     data = frame.numpy() if isinstance(frame, torch.Tensor) else frame
     view = memoryview(np.frombuffer(data, dtype=np.uint8))
     header, payload = headers.open_frame(view)

@@ -14,7 +14,10 @@ from gradwire.convert.sparse import ONE_MAGNITUDE, Sparse, one_value
 
 
 class STC(Sparse):
+    """The largest magnitudes, all with their mean magnitude and their signs."""
+
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         chosen, values = self.select(conversion)
         raw, magnitude = one_value(kernels.mean_magnitude(values), conversion.dtype)
         negative = values < 0

@@ -11,11 +11,14 @@ from gradwire.frame.headers import STORED, Header
 
 
 class Stored(Converter):
+    """Every entry as it is."""
+
     wire_id = STORED
     families = ("quantize",)
     elementwise = True
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
         if conversion.memory is None:
             if conversion.memory_out is not None:
@@ -39,6 +42,7 @@ def store(flat: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·stored to `out`, or add it."""
     if len(payload) != header.elements * header.dtype.itemsize:
         raise FrameError("wrong length of a stored tensor")
     if header.dtype is torch.bool and bool((payload > 1).any()):

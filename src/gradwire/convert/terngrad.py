@@ -13,6 +13,8 @@ from gradwire.convert.levels import SYMMETRIC, Levels
 
 
 class TernGrad(Levels):
+    """The levels −s, 0 and s; a `clip` above 0 cuts off magnitudes beyond clip·σ first."""
+
     kind = SYMMETRIC
     stochastic = True
     outward = True
@@ -22,6 +24,7 @@ class TernGrad(Levels):
         self.clip = clip
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: s, its largest magnitude."""
         found = stats(conversion, starts)
         scale = np.maximum(-found["min"], found["max"])
         if self.clip:

@@ -22,7 +22,10 @@ POINTS = 1 << 14
 
 
 class TinyScript(Levels):
+    """Lloyd's levels of a fitted double Weibull distribution."""
+
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
+        """Return the numbers of every bucket, as `Levels.fit` promises: all levels."""
         found = stats(conversion, starts)
         numbers = np.zeros((len(starts) - 1, self.levels))
         for i, (mean, square) in enumerate(zip(found["magnitude"], found["square"], strict=True)):
@@ -38,7 +41,7 @@ class TinyScript(Levels):
 
 @lru_cache(maxsize=512)
 def unit_levels(shape: int, levels: int) -> np.ndarray:
-    """Lloyd's levels of the double Weibull distribution number `shape` with E|v| = 1, in ascending order."""
+    """Return Lloyd's levels of the double Weibull distribution number `shape` with E|v| = 1, in ascending order."""
     c = SHAPES[shape]
     # Cells of equal share of the magnitude's square root: fine in the bulk and in the tail.
     edges = np.linspace(0, 1, POINTS + 1)[:-1] ** 2 * 60.0 ** (1 / c)

@@ -21,6 +21,8 @@ CASTS = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 
 
 class TopK(Sparse):
+    """The largest magnitudes with their values: "fp32", "fp16", "bf16", or a small float format."""
+
     def __init__(
         self, p: float = 0.01, k: int | None = None, values: str = "bf16", positions: str = "auto",
         threshold: float | None = None,
@@ -30,6 +32,7 @@ class TopK(Sparse):
         self.small = None if values in CASTS else Minifloat(parse_format(values))
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
         chosen, values = self.select(conversion)
         if self.cast is not None:
             cast = limit_to(values, DTYPES[self.cast])
@@ -49,9 +52,10 @@ class TopK(Sparse):
 
 
 def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:
-    """The ⌈p·d⌉-th largest magnitude over several tensors of d entries together, for the `threshold` of a converter.
+    """Return the ⌈p·d⌉-th largest magnitude over several tensors, d entries in all, for a converter's threshold.
 
-    0 where fewer entries are not zero: then all of them are sent. Exact; no more than the entries in question are kept.
+    It is 0 where fewer entries are not zero: then all of them are sent. It is exact, and keeps no more than
+    the entries in question.
     """
     flat = [t.detach().reshape(-1).float().cpu() for t in tensors if t.numel()]
     count = math.ceil(Fraction(repr(p)) * sum(t.numel() for t in flat))

@@ -15,13 +15,20 @@ from gradwire.errors import GradwireError
 
 
 class Residual:
+    """The error memory of one worker: what each parameter's frames have left out so far, in fp32 on the CPU.
+
+    Within a step, memory is read from one buffer and written to another, which counts only after `commit`: a step in
+    which some worker's gradient was not finite is undone by `rollback`. One thread at a time may call it; between two
+    steps any thread may.
+    """
+
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
         self._pending: set[str] = set()
 
     def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(memory to read, memory to write) of a parameter; the second counts only after `commit`."""
+        """Return (memory to read, memory to write) of a parameter; the second counts only after `commit`."""
         if name not in self.memory:
             self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
         memory = self.memory[name]
@@ -59,22 +66,26 @@ class Residual:
         own.add_(memory, alpha=times)
 
     def rescale(self, factor: float) -> None:
-        """Gradients, and so what is left of them, are this many times larger from now on: a loss scale changed."""
+        """Multiply all memory: gradients are this many times larger from now on, because a loss scale changed."""
         for memory in self.memory.values():
             memory.mul_(factor)
 
     def commit(self) -> None:
+        """End a step whose gradients were finite on all workers: what was written counts from now on."""
         for name in self._pending:
             self.memory[name], self._spare[name] = self._spare[name], self.memory[name]
         self._pending.clear()
 
     def rollback(self) -> None:
+        """End a step with a gradient that was not finite: memory stays what it was before the step."""
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return copies of all memory, by parameter name, under the key "memory"."""
         return {"memory": {name: e.clone() for name, e in self.memory.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over copies of a state's memory in place of all that there is."""
         memory = memory_in(state)
         self.memory = {name: e.detach().to("cpu", torch.float32, copy=True) for name, e in memory.items()}
         self._spare.clear()
@@ -82,7 +93,10 @@ class Residual:
 
 
 def memory_in(state: dict[str, Any], names: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Of a saved state, by parameter name; of no others than `names`, where they are known."""
+    """Return the memory in a saved state, by parameter name.
+
+    GradwireError if it is no such state, or has parameters other than `names`, where these are known.
+    """
     memory = state.get("memory")
     if not isinstance(memory, dict):
         raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")

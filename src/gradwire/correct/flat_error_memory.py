@@ -17,6 +17,11 @@ from gradwire.errors import GradwireError
 
 
 class FlatMemory:
+    """The error memory of sharded parameters, flat and by name.
+
+    As in `Residual`, what is written in a step counts only after `commit`. One thread at a time may call it.
+    """
+
     def __init__(self, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
         self.scale = 1.0  # the loss scale of this step
@@ -30,8 +35,10 @@ class FlatMemory:
         self.scale = scale
 
     def at(self, name: str, part: slice, entries: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Of a part of a parameter with so many entries: memory to read, memory to write, and what to multiply the
-        first with."""
+        """Return memory to read, memory to write and a factor for the first, of a part of a parameter.
+
+        `entries` is the number of entries of the whole parameter.
+        """
         if name not in self._memory:
             self._memory[name] = torch.zeros(entries, dtype=self.dtype)
             self._scales[name] = self.scale
@@ -43,23 +50,26 @@ class FlatMemory:
         return memory[part], self._spare[name][part], self.scale / self._scales[name]
 
     def written(self, names: Iterable[str]) -> None:
-        """All parts of these parameters are: they count from `commit` on."""
+        """Say that all parts of these parameters were written: they count from `commit` on."""
         self._pending |= {name: self.scale for name in names if name in self._spare}
 
     def commit(self) -> None:
+        """End a step whose gradients were finite on all workers: what was written counts from now on."""
         for name, scale in self._pending.items():
             self._memory[name], self._spare[name] = self._spare[name], self._memory[name]
             self._scales[name] = scale
         self._pending.clear()
 
     def rollback(self) -> None:
+        """End a step with a gradient that was not finite: memory stays what it was before the step."""
         self._pending.clear()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Flat, without a loss scale."""
+        """Return the memory of each parameter, flat and without a loss scale."""
         return {name: e / self._scales[name] for name, e in self._memory.items()}
 
     def load(self, memory: dict[str, torch.Tensor]) -> None:
+        """Take over copies of this memory, which has no loss scale, in place of all that there is."""
         self._memory = {name: e.detach().reshape(-1).to(self.dtype, copy=True) for name, e in memory.items()}
         self._scales = dict.fromkeys(memory, 1.0)
         self._spare.clear()

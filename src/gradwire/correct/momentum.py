@@ -42,7 +42,7 @@ class Velocity:
         self._pending: dict[str, torch.Tensor] = {}
 
     def push(self, name: str, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
-        """What to send, or to step along, in place of the gradient: the arithmetic of torch.optim.SGD, in fp32."""
+        """Return what to send, or to step along, in place of the gradient: torch.optim.SGD's arithmetic, in fp32."""
         gradient = gradient.float()
         if factor.weight_decay:
             parameter = factor.parameter.detach().float().to(gradient.device)
@@ -60,13 +60,13 @@ class Velocity:
         return gradient.add(velocity, alpha=factor.momentum) if factor.nesterov else velocity
 
     def mask(self, name: str, sent: torch.Tensor, lo: int = 0) -> None:
-        """Entries from `lo` on that were sent start again from zero."""
+        """Let entries from index `lo` on that were sent start again from zero."""
         if name in self._pending:
             own = self._pending[name].view(-1)[lo : lo + sent.numel()]
             own.masked_fill_(sent.view(-1).to(own.device), 0)
 
     def rescale(self, factor: float) -> None:
-        """Gradients are this many times larger from now on: a loss scale changed."""
+        """Multiply all velocities: gradients are this many times larger from now on, because a loss scale changed."""
         for velocity in self.memory.values():
             velocity.mul_(factor)
 
@@ -79,10 +79,12 @@ class Velocity:
         self.memory = {name: velocity.float().clone() for name, velocity in velocities.items()}
 
     def commit(self) -> None:
+        """End a step whose gradients were finite on all workers: its velocities count from now on."""
         self.memory.update(self._pending)
         self._pending.clear()
 
     def rollback(self) -> None:
+        """End a step with a gradient that was not finite: velocities stay what they were before the step."""
         self._pending.clear()
 
 
@@ -113,7 +115,7 @@ class Takeover:
         ]
 
     def factors(self) -> dict[int, Factor]:
-        """Of each parameter, by id, as the optimizer's groups have them now."""
+        """Return the factors of each parameter, by its id, as the optimizer's groups have them now."""
         self._restore()  # of no effect, unless the last step failed midway
         return {
             id(p): Factor(
@@ -124,7 +126,10 @@ class Takeover:
         }
 
     def take_buffers(self) -> dict[int, torch.Tensor]:
-        """The velocities that the optimizer has by now; it starts from zero when it gets its momentum back."""
+        """Return the velocities that the optimizer has by now, by id of the parameter, and take them from it.
+
+        It starts from zero when it gets its momentum back.
+        """
         found = {}
         for parameter, state in self.optimizer.state.items():
             buffer = state.pop("momentum_buffer", None)
@@ -133,6 +138,7 @@ class Takeover:
         return found
 
     def release(self) -> None:
+        """Give momentum and weight decay back to the optimizer."""
         self._restore()
         for hook in self._hooks:
             hook.remove()
@@ -161,7 +167,7 @@ def mask_optimizer(optimizer: torch.optim.Optimizer, sent: Iterable[tuple[torch.
 
 
 def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """After a divergence: no momentum, and nothing that is not finite."""
+    """Clear the optimizer's state after a divergence: its momentum, and whatever is not finite."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and (key in MOMENTS or not value.isfinite().all()):

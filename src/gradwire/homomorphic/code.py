@@ -13,6 +13,8 @@ from gradwire.homomorphic.plan import LANES, Plan
 
 @dataclass(frozen=True)
 class Decoded:
+    """The words of a sum that were recovered, and the positions of those that were not."""
+
     positions: torch.Tensor  # int64, ascending: of the words that are not zero
     values: torch.Tensor  # int32
     left: torch.Tensor  # int64, ascending: words of blocks that could not be peeled; their sums are still to be had
@@ -20,7 +22,7 @@ class Decoded:
 
 
 def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index, sketch) of a message that has these words, and zeros elsewhere. Positions are ascending."""
+    """Return (index, sketch) of a message that has these words, at ascending positions, and zeros elsewhere."""
     _check(positions, torch.int64, "positions")
     _check(values, torch.int32, "values")
     if positions.device != values.device:
@@ -39,7 +41,7 @@ def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[t
 
 
 def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
-    """The words of the sum; safe on any index and sketch of the right length."""
+    """Return the words of the sum; any index and sketch of the right length are safe to decode."""
     for name, tensor, length in (("index", index, plan.index_words), ("sketch", sketch, plan.sketch_words)):
         _check(tensor, torch.int32, name)
         if len(tensor) != length:
@@ -52,7 +54,7 @@ def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
 
 
 def index_of(plan: Plan, positions: torch.Tensor) -> torch.Tensor:
-    """Which blocks a message has."""
+    """Return an index of the blocks that a message has."""
     index = kernels.index_bitmap(positions, plan.lanes, plan.blocks)
     return kernels.bloom_build(index, plan.index_words, plan.probes, plan.seed) if plan.index == "bloom" else index
 
@@ -60,8 +62,10 @@ def index_of(plan: Plan, positions: torch.Tensor) -> torch.Tensor:
 def align(
     plan: Plan, index: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of all words that an index of many messages marks, and one message's words there: added up as they
-    are, they make a sketch needless, at the price of a second exchange."""
+    """Return the positions of all words that an index of many messages marks, and one message's words there.
+
+    Added up as they are, these words need no sketch, at the price of a second exchange.
+    """
     everywhere, aligned, met = kernels.align_words(candidates(plan, index), plan.words, plan.lanes, positions, values)
     if met < len(positions):
         raise GradwireError("the index does not mark all blocks of this message: it is damaged")
@@ -69,14 +73,14 @@ def align(
 
 
 def candidates(plan: Plan, index: torch.Tensor) -> torch.Tensor:
-    """The bitmap of all blocks that the index says may be there."""
+    """Return the bitmap of all blocks that the index says may be there."""
     if plan.index == "bloom":
         return kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
     return index
 
 
 def blocks(positions: torch.Tensor, words: int) -> dict[int, int]:
-    """How many blocks of each size hold one of these ascending positions."""
+    """Return how many blocks of each size hold one of these ascending positions."""
     _check(positions, torch.int64, "positions")
     if not kernels.are_ascending(positions, words):
         raise GradwireError(f"positions must be ascending, and below {words}")

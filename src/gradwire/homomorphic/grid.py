@@ -24,17 +24,17 @@ class Grid:
 
 
 def exponent_of(largest: float) -> int:
-    """Of a magnitude as fp32 has it: 0 for what is tiny, 255 for what is not finite."""
+    """Return the biased fp32 exponent of a magnitude: 0 for what is tiny, 255 for what is not finite."""
     return int(np.float32(largest).view(np.uint32)) >> 23
 
 
 def most_of(bits: int, world: int) -> int:
-    """The largest |q| of a worker, such that the sum of all has its place."""
+    """Return the largest |q| of a worker, such that the sum of all workers' q fits into `bits`."""
     if bits not in BITS:
         raise SpecError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
     if world < 1:
         raise SpecError(f"there must be a worker at least, not {world}")
-    most = (2 ** (bits - 1) - 1) // world
+    most: int = (2 ** (bits - 1) - 1) // world
     if most < 1:
         enough = min(b for b in BITS if (2 ** (b - 1) - 1) // world)
         raise SpecError(
@@ -45,7 +45,7 @@ def most_of(bits: int, world: int) -> int:
 
 
 def by_largest(exponent: int, bits: int, world: int) -> Grid:
-    """Nothing is clipped: |u| < 2^(exponent − 126), with the biased fp32 exponent of the largest |u|.
+    """Return the grid on which nothing is clipped: |u| < 2^(exponent − 126), by the biased exponent of the largest |u|.
 
     With 32 bits the step is a power of two, so that q·step has no error beyond the rounding to the grid.
     """
@@ -61,7 +61,7 @@ def by_largest(exponent: int, bits: int, world: int) -> Grid:
 
 
 def by_rms(rms: float, bits: int, world: int) -> Grid:
-    """For few levels: the bulk of the entries finely rather than all of them; what is clipped waits in the memory.
+    """Return a grid of few levels, which serves the bulk of the entries; what is clipped waits in the error memory.
 
     The limit lies between the best for Laplace's distribution, (0.5 + 0.8·log2(2·most + 1))·rms, and that for GenNorm
     with β = 0.67, (1.33·log2(2·most + 1) − 0.5)·rms, both fitted to measurements; gradients lie there, too.

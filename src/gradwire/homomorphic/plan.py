@@ -57,29 +57,33 @@ class Plan:
 
     @property
     def blocks(self) -> int:
+        """The number of blocks of the message."""
         return -(-self.words // self.lanes)
 
     @property
     def cells(self) -> int:
+        """The number of cells of the sketch."""
         return self.segments << self.segment_log
 
     @property
     def sketch_words(self) -> int:
+        """The number of words of the sketch; of a dense plan, that of the message."""
         return self.words if self.index == "dense" else self.cells * self.lanes
 
     @property
     def total_words(self) -> int:
+        """The number of words of index and sketch together."""
         return self.index_words + self.sketch_words
 
 
 def segments_for(blocks: int) -> tuple[int, int]:
-    """(segments, log2 of their cells) of a sketch that this many blocks can be peeled from."""
+    """Return (segments, log2 of their cells) of a sketch that this many blocks can be peeled from."""
     _, rate, log = next(size for size in reversed(SIZES) if blocks >= size[0])
     return max(4, -(-blocks * rate // (1000 << log))), log
 
 
 def choose(words: int, blocks: Mapping[int, int], seed: int) -> Plan:
-    """The shortest plan for a message whose sum has this many blocks (by lanes) that are not zero.
+    """Return the shortest plan for a message whose sum has this many blocks (by lanes) that are not zero.
 
     Plans are looked at in the order of the time they take, and one that takes more has to be worth it.
     """
@@ -94,9 +98,11 @@ def choose(words: int, blocks: Mapping[int, int], seed: int) -> Plan:
 
 
 def choose_index(words: int, blocks: Mapping[int, int], held: Mapping[int, int], seed: int) -> Plan:
-    """The shortest plan where words are added up without a sketch, once all indexes are known: for a union of so many
-    `blocks` as expected, and a Bloom filter that stands as many as `held`. (Beyond that it is soon full, and says of
-    all blocks that they are there, where a bitmap is what it is.)"""
+    """Return the shortest plan where words are added up without a sketch, once all indexes are known.
+
+    It is made for a union of as many `blocks` as expected, with a Bloom filter that stands as many as `held`: beyond
+    that a filter is soon full, and says of all blocks that they are there, where a bitmap is as long as ever.
+    """
     best, fewest = Plan(words, 1, "dense", 0, 0, 0, 0, seed), words
     for index in ("bitmap", "bloom"):
         before, (part, whole) = fewest, SHORTER[index]
@@ -114,7 +120,7 @@ def choose_index(words: int, blocks: Mapping[int, int], held: Mapping[int, int],
 
 
 def filter_words(blocks: int, probes: int) -> int:
-    """Half of the bits are set where there are 1/ln 2 = 1.4427 bits for each probe of a block."""
+    """Return the length of a Bloom filter half of whose bits are set: 1/ln 2 = 1.4427 bits for each probe."""
     return -(-blocks * probes * 14427 // 320000)
 
 

@@ -17,16 +17,19 @@ __all__ = [
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
+    """Compute the checksum with the processor's own instructions, where it has them."""
     return _native.crc32(as_bytes(data), value)
 
 
 def pack_bits(symbols: np.ndarray, width: int) -> bytes:
+    """Pack `width` bits a symbol."""
     out = np.empty((len(symbols) * width + 7) // 8, dtype=np.uint8)
     _native.pack_bits(symbols, width, out)
     return out.tobytes()
 
 
 def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndarray:
+    """Unpack `count` symbols, all below `limit`."""
     if len(data) != (count * width + 7) // 8:
         raise FrameError("wrong length of packed symbols")
     symbols = np.empty(count, dtype=np.uint8)
@@ -36,11 +39,13 @@ def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndar
 
 
 def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:
+    """Concatenate the codes of the symbols."""
     out = np.empty(2 * len(symbols) + 8, dtype=np.uint8)
     return out[: _native.huffman_encode(symbols, lengths, codes, out)].tobytes()
 
 
 def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Decode `count` symbols by a table of prefixes."""
     symbols = np.empty(count, dtype=np.uint8)
     if not _native.huffman_decode(as_bytes(data), lengths, codes, symbols):
         raise FrameError("damaged huffman data")
@@ -48,12 +53,14 @@ def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.
 
 
 def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: int, lanes: int) -> bytes:
+    """Encode all symbols as one chunk."""
     out = np.empty(2 * len(symbols) + 3 * lanes + 64, dtype=np.uint8)
     (length,) = _native.rans_encode(symbols, frequencies, precision, lanes, max(1, len(symbols)), out) or (0,)
     return out[:length].tobytes()
 
 
 def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int) -> np.ndarray:
+    """Decode one chunk of `count` symbols."""
     symbols = np.empty(count, dtype=np.uint8)
     rans_decode(data, [len(data)], count, frequencies, precision, lanes, symbols)
     return symbols
@@ -62,6 +69,7 @@ def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, pre
 def rans_encode(
     symbols: np.ndarray, size: int, frequencies: np.ndarray, precision: int, lanes: int, out: np.ndarray
 ) -> list[int]:
+    """Encode chunks of `size` symbols, one after the other; returns their lengths."""
     return _native.rans_encode(symbols, frequencies, precision, lanes, size, out)
 
 
@@ -69,6 +77,7 @@ def rans_decode(
     body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
     symbols: np.ndarray,
 ) -> None:  # fmt: skip
+    """Decode chunks of `size` symbols into `symbols`."""
     if not _native.rans_decode(as_bytes(body), lengths, frequencies, precision, lanes, size, symbols):
         raise FrameError("damaged rans chunk")
 
@@ -78,6 +87,7 @@ def rans_dequantize(
     body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
     values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
+    """Decode and look values up in one pass; always True."""
     if not _native.rans_dequantize(
         as_bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, as_array(values), as_array(out),
         accumulate, as_array(out if onto is None else onto),

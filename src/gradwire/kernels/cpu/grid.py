@@ -26,6 +26,7 @@ def _first(count: int, outliers: Outliers) -> Outliers:
 def grid_measure(
     x: np.ndarray, first: np.ndarray, second: np.ndarray, zeros: int, step: float, shift: float
 ) -> Measured | None:
+    """Return rate and error of a grid on a sorted sample, by binary searches in it."""
     return _native.grid_measure(x, first, second, zeros, LOGS, step, shift)
 
 
@@ -34,6 +35,7 @@ def grid_quantize(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     shift: float, values: torch.Tensor, capacity: int, seed: int | None = None,
 ) -> tuple[torch.Tensor, Outliers]:  # fmt: skip
+    """Quantize a tensor to a grid in one pass."""
     symbols, outliers = torch.empty(gradient.numel(), dtype=torch.uint8), _room(capacity)
     count = _native.grid_quantize(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, shift, as_array(values), as_seed(seed),
@@ -65,6 +67,7 @@ def add_at(x: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> No
 
 
 def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, a: int, b: int) -> bytes:
+    """Encode gaps, signs and excesses of outliers."""
     bits = int((gaps >> a).sum()) + len(gaps) * (a + b + 53)
     out = np.empty(bits // 8 + 8, dtype=np.uint8)
     return out[: _native.pack_outliers(gaps, negative.view(np.uint8), excesses, a, b, out)].tobytes()
@@ -73,6 +76,7 @@ def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, 
 def unpack_outliers(
     data: memoryview, count: int, elements: int, largest: int, a: int, b: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Decode positions and multiples of outliers."""
     positions, multiples = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
     if not _native.unpack_outliers(as_bytes(data), elements, largest, a, b, positions, multiples):
         raise FrameError("damaged outliers")

@@ -24,6 +24,7 @@ def quantize_all(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     most: int, bits: int, seed: int | None = None,
 ) -> Quantized:  # fmt: skip
+    """Quantize a tensor to words in one pass."""
     # Room for all, and for stores of whole vectors; memory that is not written to costs nothing.
     room = -(-gradient.numel() * bits // 32) + 16
     positions, values = torch.empty(room, dtype=torch.int64), torch.empty(room, dtype=torch.int32)
@@ -40,6 +41,7 @@ def quantize_all(
 def quantize_values(
     values: torch.Tensor, step: float, most: int, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (q, q·step) of these values."""
     q, sent = torch.empty(values.numel(), dtype=torch.int32), torch.empty(values.numel())
     _native.fixed_values(as_array(values), step, most, as_seed(seed), as_array(q), as_array(sent))
     return q, sent
@@ -47,34 +49,41 @@ def quantize_values(
 
 @where(flat_fp32)
 def put_words(out: torch.Tensor, positions: torch.Tensor, words: torch.Tensor, bits: int, factor: float) -> None:
+    """Write the entries of these words."""
     _native.put_words(as_array(out), as_array(positions), as_array(words), bits, factor)
 
 
 def are_ascending(positions: torch.Tensor, limit: int) -> bool:
+    """Tell whether positions are ascending, and from 0 on below the limit."""
     return _native.are_ascending(as_array(positions), limit)
 
 
 def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, ...]:
+    """Count the blocks that hold a position, for each number of lanes."""
     return tuple(_native.count_blocks(as_array(positions), n) for n in lanes)
 
 
 def count_bits(bitmap: torch.Tensor) -> int:
+    """Count the bits that are set."""
     return _native.count_bits(as_array(bitmap))
 
 
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:
+    """Mark the blocks that hold a position."""
     bitmap = _words(-(-blocks // 32))
     _native.index_bitmap(as_array(positions), lanes, blocks, as_array(bitmap))
     return bitmap
 
 
 def bloom_build(bitmap: torch.Tensor, index_words: int, probes: int, seed: int) -> torch.Tensor:
+    """Build a Bloom filter of the blocks that are marked."""
     index = _words(index_words)
     _native.bloom_build(as_array(bitmap), probes, seed, as_array(index))
     return index
 
 
 def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> torch.Tensor:
+    """Mark the blocks that may be in a Bloom filter."""
     bitmap = torch.empty(-(-blocks // 32), dtype=torch.int32)
     _native.bloom_query(as_array(index), probes, seed, as_array(bitmap))
     return bitmap
@@ -83,6 +92,7 @@ def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> tor
 def sketch_words(
     positions: torch.Tensor, values: torch.Tensor, lanes: int, segments: int, segment_log: int, seed: int
 ) -> torch.Tensor:
+    """Add every word to the four cells of its block."""
     sketch = _words((segments << segment_log) * lanes)
     _native.sketch_words(as_array(positions), as_array(values), lanes, segments, segment_log, seed, as_array(sketch))
     return sketch
@@ -91,6 +101,7 @@ def sketch_words(
 def align_words(
     bitmap: torch.Tensor, words: int, lanes: int, positions: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return a message's words at all blocks that are marked."""
     *found, met = _native.align_words(as_array(bitmap), words, lanes, as_array(positions), as_array(values))
     everywhere, aligned = map(torch.from_numpy, found)
     return everywhere, aligned, met
@@ -99,6 +110,7 @@ def align_words(
 def peel(
     bitmap: torch.Tensor, sketch: torch.Tensor, words: int, lanes: int, segments: int, segment_log: int, seed: int
 ) -> Peeled:
+    """Recover the words of a sum of sketches, block by block from a queue."""
     *found, consistent = _native.peel(as_array(bitmap), as_array(sketch), words, lanes, segments, segment_log, seed)
     positions, values, left = map(torch.from_numpy, found)
     return positions, values, left, consistent

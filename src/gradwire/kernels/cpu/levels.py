@@ -16,6 +16,7 @@ METHODS = ("greedy", "polished", "exact", "two", "pair")
 
 @where(flat_fp32)
 def bucket_stats(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray) -> np.ndarray:
+    """Return minimum, maximum and sums of every bucket, in one pass."""
     out = np.empty((len(starts) - 1, 5))
     _native.bucket_stats(as_array(gradient), as_array(memory), decay, starts, out.ravel())
     return out
@@ -26,6 +27,7 @@ def search_levels(
     gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray,
     limits: np.ndarray | None, levels: int, method: str,
 ) -> np.ndarray:  # fmt: skip
+    """Search the best levels of every bucket."""
     out = np.empty((len(starts) - 1, 1 if method == "pair" else levels), dtype=np.float32)
     _native.search_levels(
         as_array(gradient), as_array(memory), decay, starts, limits, levels, METHODS.index(method), out.ravel()
@@ -38,6 +40,7 @@ def assign_levels(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
     values: torch.Tensor, starts: np.ndarray, seed: int | None,
 ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
+    """Round every entry to a level of its bucket, and count the symbols, in one pass."""
     levels = values.shape[1]
     symbols, counts = torch.empty(gradient.numel(), dtype=torch.uint8), np.zeros(levels, dtype=np.int64)
     _native.assign_levels(

@@ -23,6 +23,7 @@ def _is_sampled(gradient: torch.Tensor) -> bool:
 
 @where(_is_sampled)
 def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
+    """Return u at the sampled entries of a large tensor, without computing the others."""
     out = torch.empty(SAMPLE)
     _native.sample(as_array(gradient), as_array(memory), decay, SAMPLE_RUNS, RUN, as_array(out))
     return out
@@ -30,22 +31,26 @@ def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) ->
 
 @where(flat_fp32)
 def moments(x: torch.Tensor) -> tuple[int, float, float]:
+    """Return the number of entries that are not zero, and the sums of magnitudes and squares."""
     return _native.moments(as_array(x))
 
 
 @where(flat_fp32)
 def absmax(x: torch.Tensor) -> float:
+    """Return the largest magnitude; NaN or infinity if there is one."""
     return _native.absmax(as_array(x))
 
 
 @where(flat_fp32)
 def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = None) -> torch.Tensor:
+    """Round to the nearest value of the format."""
     # The values matter only to an error memory, and here is none.
     return quantize(u, None, None, 0.0, step, fmt, _no_values(fmt.symbols), seed)
 
 
 @where(flat_fp32)
 def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
+    """Return the squared error for each of these steps."""
     return _native.squared_errors(as_array(u), steps, _format(fmt), as_array(_no_values(fmt.symbols)))
 
 
@@ -60,6 +65,7 @@ def quantize(
     values: torch.Tensor,
     seed: int | None = None,
 ) -> torch.Tensor:
+    """Compute symbols and error memory in one pass."""
     symbols = torch.empty(gradient.numel(), dtype=torch.uint8)
     _native.quantize(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),
@@ -74,6 +80,7 @@ def quantize_rans(
     fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
     out: torch.Tensor,
 ) -> tuple[list[int], int] | None:  # fmt: skip
+    """Compute symbols and error memory, and encode them, 64 entries at a time."""
     size = chunk_size(gradient.numel(), chunks)
     return _native.quantize_rans(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),

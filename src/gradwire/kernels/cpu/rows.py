@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def can(side: Side) -> bool:
-    """fp32 or bf16 on the CPU, row after row without gaps; the mean in the dtype of the rows."""
+    """Tell whether a side is fp32 or bf16, row after row without gaps, and its mean in the dtype of the rows."""
     rows, memory, mean = side.rows, side.memory, side.mean
     if rows.dim() != 2 or not _fits(rows) or (memory is not None and (memory.dim() != 2 or not _fits(memory))):
         return False
@@ -29,6 +29,7 @@ def _fits(tensor: torch.Tensor) -> bool:
 
 @where(can)
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
+    """Join and score rows on all threads, each row in one pass."""
     scores = torch.empty(inputs.rows.shape[0], dtype=torch.float64)
     _native.join_rows(_side(inputs), _side(outputs), keep, torch.get_num_threads(), scores.data_ptr())
     return scores
@@ -38,6 +39,7 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
 def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the chosen rows on all threads, and clear them in the memory."""
     count = chosen.shape[0]
     more = count + (inputs.mean is not None)
     a = torch.empty(more, inputs.rows.shape[1], dtype=inputs.rows.dtype)
@@ -57,12 +59,13 @@ def _flat_fp64(keys: torch.Tensor) -> bool:
 
 @where(_flat_fp64)
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Return where the largest keys are, without sorting the others."""
     places = torch.empty(count, dtype=torch.int64)
     _native.largest(keys.data_ptr(), keys.shape[0], count, places.data_ptr())
     return places
 
 
-def _side(side: Side) -> tuple:
+def _side(side: Side) -> tuple[object, ...]:
     """For the native module, which reads addresses; `can` has made sure of what is there."""
     rows, memory, scale, gain, most, mean = side
     half = rows.dtype == torch.bfloat16

@@ -17,6 +17,7 @@ def select(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
     count: int | None, low: int = 1, one_sign: bool = False,
 ) -> Selection:  # fmt: skip
+    """Select in two passes: a histogram of magnitudes, then the entries."""
     done, positions, values = _native.select(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, count, max(1, low), one_sign
     )
@@ -25,9 +26,11 @@ def select(
 
 @where(flat_fp32)
 def mean_magnitude(values: torch.Tensor) -> float:
+    """Return the mean of |x|, by eight sums."""
     return _native.sum_magnitudes(as_array(values)) / values.numel() if values.numel() else 0.0
 
 
 @where(flat_fp32)
 def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
+    """Write or add values at ascending positions."""
     _native.scatter(as_array(out), as_array(positions), as_array(values), accumulate)

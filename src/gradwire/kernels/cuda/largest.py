@@ -18,7 +18,7 @@ KEYS_OF_A_WARP = 512
 
 
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the `count` largest keys are, ascending; of equal keys the first. NaN is the largest of all."""
+    """Return where the `count` largest keys are, ascending; of equal keys the first. NaN is the largest of all."""
     total = keys.shape[0]
     if not 0 < count <= total <= MOST_KEYS or keys.dtype != torch.float64 or not keys.is_contiguous():
         return reference.largest(keys, count)

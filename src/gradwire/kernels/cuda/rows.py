@@ -27,6 +27,7 @@ OF_A_WARP = 512
 
 
 def can(side: Side) -> bool:
+    """Tell whether a side is fp32, bf16 or fp16 without gaps, and its memory fp32 or bf16 of the same shape."""
     rows, memory, mean = side.rows, side.memory, side.mean
     if not all(is_plain(tensor) for tensor in (rows, memory, mean) if tensor is not None):
         return False
@@ -41,6 +42,7 @@ def can(side: Side) -> bool:
 
 @where(can)
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
+    """Join and score rows, both sides in one launch."""
     (count, x_columns), d_columns = inputs.rows.shape, outputs.rows.shape[1]
     scores = torch.empty(count, dtype=torch.float64, device=inputs.rows.device)
     if not count:
@@ -61,6 +63,7 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
 def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the chosen rows of both sides in one launch, and clear them in the memory in another."""
     count, x_columns, d_columns = chosen.shape[0], inputs.rows.shape[1], outputs.rows.shape[1]
     more = 0 if inputs.mean is None else 1
     x = inputs.rows.new_empty(count + more, x_columns)
@@ -216,7 +219,8 @@ def _clear(
     X: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, X_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Zero in place of the chosen rows. A launch of its own: Triton may let one thread load a number and another store
-    to it, so that a kernel which does both may read what it has just cleared."""
+    to it, so that a kernel which does both may read what it has just cleared.
+    """
     _, inside, row, finite = _chosen_rows(chosen, total, count, ROWS)
     _clear_side(x, row, inside & finite, X, X_BLOCK)
     _clear_side(d, row, inside & finite, D, D_BLOCK)

@@ -27,13 +27,13 @@ def crc32(data: memoryview, value: int = 0) -> int:
 
 
 def pack_bits(symbols: np.ndarray, width: int) -> bytes:
-    """`width` bits a symbol, from the lowest bit of each byte upwards."""
+    """Pack `width` bits a symbol, from the lowest bit of each byte upwards."""
     bits = np.unpackbits(symbols[:, None], axis=1, count=width, bitorder="little")
     return np.packbits(bits.ravel(), bitorder="little").tobytes()
 
 
 def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndarray:
-    """`count` symbols, all below `limit`."""
+    """Return `count` symbols, all below `limit`."""
     if len(data) != (count * width + 7) // 8:
         raise FrameError("wrong length of packed symbols")
     bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
@@ -44,7 +44,7 @@ def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndar
 
 
 def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:
-    """Concatenated codes, from the highest bit of each byte downwards."""
+    """Concatenate the codes of the symbols, from the highest bit of each byte downwards."""
     words = [format(int(c), f"0{int(n)}b") if n else "" for c, n in zip(codes, lengths, strict=True)]
     bits = "".join([words[s] for s in symbols.tolist()])
     bits += "0" * (-len(bits) % 8)
@@ -52,6 +52,7 @@ def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) 
 
 
 def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Decode `count` symbols; anything but zeros up to the end of the last byte is damage."""
     table = {(int(n), int(c)): s for s, (n, c) in enumerate(zip(lengths, codes, strict=True)) if n}
     longest = int(lengths.max())
     bits = "".join([f"{byte:08b}" for byte in bytes(data)])
@@ -69,12 +70,12 @@ def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.
 
 
 def chunk_size(count: int, chunks: int) -> int:
-    """Entries in every chunk but the last: equal parts, rounded up to whole rows of 64."""
+    """Return the number of entries in every chunk but the last: equal parts, rounded up to whole rows of 64."""
     return -(-count // (chunks * CHUNK_ALIGN)) * CHUNK_ALIGN
 
 
 def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: int, lanes: int) -> bytes:
-    """One chunk: the final states, 3 bytes each, then the emitted bytes."""
+    """Encode one chunk: the final states of all lanes, 3 bytes each, then the emitted bytes."""
     starts = np.cumsum(frequencies) - frequencies
     states = np.full(lanes, 1 << RANS_LOW_BITS, dtype=np.int64)
     emitted = bytearray()
@@ -90,6 +91,7 @@ def rans_encode_chunk(symbols: np.ndarray, frequencies: np.ndarray, precision: i
 
 
 def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, precision: int, lanes: int) -> np.ndarray:
+    """Decode one chunk of `count` symbols; all of it must be used up, and all lanes end where they began."""
     if len(data) < 3 * lanes:
         raise FrameError("rans chunk is cut short")
     raw = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
@@ -121,7 +123,7 @@ def rans_decode_chunk(data: memoryview, count: int, frequencies: np.ndarray, pre
 def rans_encode(
     symbols: np.ndarray, size: int, frequencies: np.ndarray, precision: int, lanes: int, out: np.ndarray
 ) -> list[int]:
-    """Chunks of `size` entries, one after the other into `out`; returns their lengths."""
+    """Encode chunks of `size` symbols, one after the other into `out`; returns their lengths."""
     lengths, position = [], 0
     for start in range(0, len(symbols), size):
         chunk = rans_encode_chunk(symbols[start : start + size], frequencies, precision, lanes)
@@ -135,6 +137,7 @@ def rans_decode(
     body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
     symbols: np.ndarray,
 ) -> None:  # fmt: skip
+    """Decode chunks of `size` symbols, whose lengths in bytes these are, into `symbols`."""
     position = 0
     for i, length in enumerate(lengths):
         part = symbols[i * size : (i + 1) * size]

@@ -31,12 +31,12 @@ Measured = tuple[float, float, float, int, tuple[int, int]]
 
 
 def grid_capacity(count: int, segmented: bool = False) -> int:
-    """How many outliers a tensor may have: this bounds the length of its frame."""
+    """Return how many outliers a tensor may have: this bounds the length of its frame."""
     return count // 16 + (0 if segmented else 16)
 
 
 def grid_multiples(u: torch.Tensor, step: float, shift: float, seed: int | None) -> torch.Tensor:
-    """Signed multiples of the step: ⌊|u|/step + shift⌋, or rounded up with the probability of what is left."""
+    """Return signed multiples of the step: ⌊|u|/step + shift⌋, or rounded up with the probability of what is left."""
     y = u * inverse(step)
     if seed is None:
         magnitude = torch.floor((y.abs() + shift).clamp(max=GRID_LIMIT))
@@ -51,7 +51,7 @@ def grid_quantize(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     shift: float, values: torch.Tensor, capacity: int, seed: int | None = None,
 ) -> tuple[torch.Tensor, Outliers]:  # fmt: skip
-    """Symbols of u = g + decay·e, one for each of the 2M+1 `values`, and the first `capacity` multiples beyond ±M.
+    """Return symbols of u = g + decay·e, one for each of 2M+1 `values`, and the first `capacity` multiples beyond ±M.
 
     Writes e ← u − value(symbol) into memory_out: for outliers, whose symbol is that of zero, u itself.
     """
@@ -72,7 +72,12 @@ def grid_rans(
     shift: float, values: torch.Tensor, offset: float | None, capacity: int, frequencies: np.ndarray, precision: int,
     lane_bits: int, chunks: int, out: torch.Tensor,
 ) -> tuple[list[int], int, Outliers] | None:  # fmt: skip
-    """`grid_quantize` and rANS in one pass; None says "not here", and the caller composes the parts."""
+    """Do `grid_quantize` and rANS in one pass: lengths of the chunks in `out`, how many entries they hold, outliers.
+
+    They hold less than all where the kernel stopped before a NaN or an infinity. With an `offset` of the multiples
+    beyond ±M, e ← u − value is written for outliers too. None says that this device has no such kernel: the caller then
+    quantizes and encodes one after the other.
+    """
     return None
 
 
@@ -80,7 +85,7 @@ def grid_rans(
 
 
 def grid_edges(x: np.ndarray, step: float, shift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where the cells of the magnitudes 1, 2, … 128 begin in a sorted sample: upwards, and downwards."""
+    """Return where the cells of the magnitudes 1, 2, … 128 begin in a sorted sample: upwards, and downwards."""
     with np.errstate(over="ignore"):  # an edge beyond the range of fp32 is infinite, and has nothing above it
         j = np.arange(1, GRID_SIZES[-1] + 2, dtype=np.float32)
         edges = (j - np.float32(shift)) * np.float32(step)
@@ -91,7 +96,7 @@ def _log(i: np.ndarray | int) -> np.ndarray:
     """log₂ of integers: beyond the table, of their leading bits."""
     i = np.asarray(i)
     shift = np.maximum(np.frexp(i - 1)[1] - 16, 0)
-    return LOGS[i >> shift] + shift
+    return np.asarray(LOGS[i >> shift] + shift)
 
 
 def _sum(*terms: np.ndarray | float) -> float:
@@ -102,9 +107,9 @@ def _sum(*terms: np.ndarray | float) -> float:
 def grid_measure(
     x: np.ndarray, first: np.ndarray, second: np.ndarray, zeros: int, step: float, shift: float
 ) -> Measured | None:
-    """What a grid comes to on a sorted sample and `zeros` more entries that are zero; None if too many lie beyond.
+    """Return rate and error of a grid on a sorted sample and `zeros` more entries that are zero.
 
-    `first` and `second` are running sums of x and x², from 0.
+    `first` and `second` are running sums of x and x², from 0. None if too many entries are outliers.
     """
     above, below = grid_edges(x, step, shift)
     count, ends = len(x) + zeros, len(x) - int(above[-1]) + int(below[-1])
@@ -144,7 +149,7 @@ def _offset(excess: float, count: int) -> int:
 
 
 def outlier_bits(cells: np.ndarray, ends: int, number: int, count: int) -> float:
-    """About what the outliers in these cells, and beyond them, take."""
+    """Return about how many bits the outliers in these cells, and the `ends` beyond them, take."""
     if not number:
         return 0.0
     excess = np.append(np.arange(len(cells)), len(cells) + 32)  # a guess at those beyond
@@ -158,12 +163,12 @@ def outlier_bits(cells: np.ndarray, ends: int, number: int, count: int) -> float
 
 
 def add_at(x: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """x[positions] += values; no position comes twice."""
+    """Add values to x at these positions, of which none comes twice."""
     x[positions.to(x.device)] += values.to(x.device).to(x.dtype)
 
 
 def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, a: int, b: int) -> bytes:
-    """Rice codes of the gaps, signs, exponential Golomb codes of the excesses; lowest bits first."""
+    """Encode outliers: Rice codes of the gaps, signs, exponential Golomb codes of the excesses; lowest bits first."""
     value = position = 0
     parts = []
     for gap, sign, excess in zip(gaps.tolist(), negative.tolist(), excesses.tolist(), strict=True):
@@ -184,7 +189,7 @@ def pack_outliers(gaps: np.ndarray, negative: np.ndarray, excesses: np.ndarray, 
 def unpack_outliers(
     data: memoryview, count: int, elements: int, largest: int, a: int, b: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(positions below `elements`, signed multiples with magnitudes `largest`+1 … 2²⁴)."""
+    """Return (positions below `elements`, signed multiples with magnitudes `largest`+1 … 2²⁴)."""
     string = "".join(f"{byte:08b}"[::-1] for byte in bytes(data)) + "1"  # the last 1 ends every run of zeros
     end, at, position = len(string) - 1, 0, -1
     positions, multiples = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)

@@ -29,8 +29,8 @@ def quantize_all(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float, step: float,
     most: int, bits: int, seed: int | None = None,
 ) -> Quantized:  # fmt: skip
-    """Positions (int64, ascending) and values (int32) of the words that are not zero; the biased exponent of the
-    largest |u|; Σu² in fp64.
+    """Return the words that are not zero: positions (int64, ascending), values (int32); then the biased exponent of the
+    largest |u|, and Σu² in fp64.
 
     u = g + decay·e where g is not 0; an entry with g = 0 is not sent, and leaves decay·e in its memory. q = u/step,
     rounded to an integer and limited to ±most; e ← u − q·step. The exponent is 0 for zeros and denormals, and 255 if g
@@ -65,8 +65,10 @@ def _squares(u: torch.Tensor) -> float:
 def quantize_values(
     values: torch.Tensor, step: float, most: int, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, q·step): value/step, limited to the largest fp32 number up to most, rounded to the nearest integer, ties to
-    even; or, with a seed, down, and up with the probability of the rest."""
+    """Return (q, q·step): value/step, limited to the largest fp32 number up to most, rounded to the nearest integer.
+
+    Ties go to even; with a seed it is rounded down, or up with the probability of the rest.
+    """
     limit = fp32_up_to(most)
     y = (values / torch.tensor(step, dtype=torch.float32)).clamp(-limit, limit)
     if seed is None:
@@ -79,13 +81,13 @@ def quantize_values(
 
 
 def fp32_up_to(most: int) -> float:
-    """The largest fp32 number that is not above an integer."""
+    """Return the largest fp32 number that is not above an integer."""
     near = np.float32(most)
     return float(near if int(near) <= most else np.nextafter(near, np.float32(0)))
 
 
 def put_words(out: torch.Tensor, positions: torch.Tensor, words: torch.Tensor, bits: int, factor: float) -> None:
-    """out[entry] = float32(float64(q)·factor) for every entry of these words; entries beyond the last are ignored."""
+    """Write float32(float64(q)·factor) for every entry of these words; entries beyond the last are ignored."""
     fields, rest = 32 // bits, words.long()
     for field in range(fields):
         top = 1 << bits - 1
@@ -100,23 +102,25 @@ def put_words(out: torch.Tensor, positions: torch.Tensor, words: torch.Tensor, b
 
 
 def are_ascending(positions: torch.Tensor, limit: int) -> bool:
-    """Whether each is above the one before it, and all are from 0 on and below the limit."""
+    """Tell whether each position is above the one before it, and all are from 0 on and below the limit."""
     if not positions.numel():
         return True
     return int(positions[0]) >= 0 and int(positions[-1]) < limit and bool((positions[1:] > positions[:-1]).all())
 
 
 def count_blocks(positions: torch.Tensor, lanes: tuple[int, ...]) -> tuple[int, ...]:
-    """How many blocks hold one of these ascending positions, for each number of lanes."""
+    """Return how many blocks hold one of these ascending positions, for each number of lanes."""
     return tuple(len(torch.unique_consecutive(positions // n)) for n in lanes)
 
 
 def count_bits(bitmap: torch.Tensor) -> int:
-    return sum(int(np.unpackbits(part.cpu().numpy().view(np.uint8)).sum()) for part in bitmap.split(1 << 16))
+    """Count the bits of a bitmap that are set."""
+    counts = [int(_unpacked(part).sum()) for part in bitmap.split(1 << 16)]  # part by part: a bit takes a byte here
+    return sum(counts)
 
 
 def index_bitmap(positions: torch.Tensor, lanes: int, blocks: int) -> torch.Tensor:
-    """Block b is bit b mod 32 of word ⌊b/32⌋."""
+    """Return a bitmap of the blocks that hold one of these positions: block b is bit b mod 32 of word ⌊b/32⌋."""
     bits = np.zeros(-(-blocks // 32) * 32, dtype=np.uint8)
     bits[positions.cpu().numpy() // lanes] = 1
     return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4")).to(positions.device)
@@ -129,8 +133,10 @@ def _unpacked(bitmap: torch.Tensor) -> np.ndarray:
 def align_words(
     bitmap: torch.Tensor, words: int, lanes: int, positions: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The words of all blocks that a bitmap marks: their positions, those of a message there (zeros where it has none),
-    and how many of the message's were met."""
+    """Return the positions of all words in blocks that a bitmap marks, and a message's words there.
+
+    Where the message has none, that is zero; the last number says how many of the message's words were met.
+    """
     marked = torch.from_numpy(_unpacked(bitmap)).to(bitmap.device)
     blocks = torch.nonzero(marked[: -(-words // lanes)]).flatten()
     everywhere = (blocks[:, None] * lanes + torch.arange(lanes, device=blocks.device)).flatten()
@@ -148,7 +154,7 @@ def _probe(groups: torch.Tensor, i: int, index_words: int, seed: int) -> tuple[t
 
 
 def bloom_build(bitmap: torch.Tensor, index_words: int, probes: int, seed: int) -> torch.Tensor:
-    """The words of the bitmap that are not zero, each ORed, rotated left, into `probes` words of a filter."""
+    """Return a filter into `probes` words of which each word of the bitmap that is not zero is ORed, rotated left."""
     groups = torch.nonzero(bitmap).flatten()
     bits = bitmap[groups].long() & MASK
     out = np.zeros(index_words, dtype=np.uint32)
@@ -160,7 +166,7 @@ def bloom_build(bitmap: torch.Tensor, index_words: int, probes: int, seed: int) 
 
 
 def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> torch.Tensor:
-    """The bitmap of all blocks that may be in the filter."""
+    """Return the bitmap of all blocks that may be in the filter."""
     groups, words = torch.arange(-(-blocks // 32), device=index.device), index.long() & MASK
     found = torch.full_like(groups, MASK)
     for i in range(probes):
@@ -173,7 +179,7 @@ def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> tor
 
 
 def cells_of(blocks: torch.Tensor, segments: int, segment_log: int, seed: int) -> torch.Tensor:
-    """The four cells of each block (4 × n): one in each of four neighbouring segments."""
+    """Return the four cells of each block (4 × n): one in each of four neighbouring segments."""
     key, low = int(mix(torch.tensor((seed ^ GOLDEN) & MASK))), (1 << segment_log) - 1
     x = (mix(blocks ^ key) + int(mix(torch.tensor((key + OTHER) & MASK)))) & MASK
     # Not one from the other: blocks that share two cells would then share the other two far too often.
@@ -186,7 +192,7 @@ def cells_of(blocks: torch.Tensor, segments: int, segment_log: int, seed: int) -
 def sketch_words(
     positions: torch.Tensor, values: torch.Tensor, lanes: int, segments: int, segment_log: int, seed: int
 ) -> torch.Tensor:
-    """Every word added to its lane of the four cells of its block, modulo 2³²."""
+    """Return a sketch to which every word is added: to its lane of the four cells of its block, modulo 2³²."""
     sketch = torch.zeros((segments << segment_log) * lanes, dtype=torch.int32, device=positions.device)
     cells = cells_of(positions // lanes, segments, segment_log, seed)
     sketch.index_add_(0, (cells * lanes + positions % lanes).flatten(), values.repeat(4))

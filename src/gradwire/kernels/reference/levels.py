@@ -20,7 +20,7 @@ LANES = 16  # partial sums of `bucket_stats`: entry i of a bucket goes to sum i 
 
 
 def bucket_stats(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray) -> np.ndarray:
-    """(min, max, Σ|u|, Σu, Σu²) of every bucket, as fp64."""
+    """Return (min, max, Σ|u|, Σu, Σu²) of every bucket, as fp64."""
     u = compensate(gradient, memory, decay).cpu().numpy()
     out = np.empty((len(starts) - 1, 5))
     for row, (start, stop) in zip(out, pairwise(starts), strict=True):
@@ -41,7 +41,7 @@ def search_levels(
     gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray,
     limits: np.ndarray | None, levels: int, method: str,
 ) -> np.ndarray:  # fmt: skip
-    """The best levels of every bucket, `limits` (fp32) cutting off its magnitudes first, as fp32.
+    """Return the best levels of every bucket as fp32, `limits` (fp32) cutting off its magnitudes first.
 
     `greedy`, `polished` and `exact` (ORQ) and `two` (BinGrad-b) give all levels in ascending order, `pair` (BinGrad-pb)
     gives b. A bucket with no more entries than levels has its own entries as levels, the last of them repeated.
@@ -94,11 +94,11 @@ def _best_between(x: np.ndarray, low: float, high: float) -> float:
         return low
     below = n - (_sum(np.where(inside, x, 0.0)) - n * low) / (high - low)
     rank = int(min(max(np.ceil(below) - 1, 0), n - 1))
-    return np.partition(x[inside], rank)[rank]
+    return float(np.partition(x[inside], rank)[rank])
 
 
 def orq_polished(x: np.ndarray, levels: int) -> np.ndarray:
-    """The greedy levels, each inner one then solved once more between its neighbours: those of even number first."""
+    """Return the greedy levels, each inner one solved once more between its neighbours: those of even number first."""
     found = orq_greedy(x, levels)
     for first in (2, 1):
         for k in range(first, levels - 1, 2):
@@ -107,7 +107,7 @@ def orq_polished(x: np.ndarray, levels: int) -> np.ndarray:
 
 
 def orq_exact(x: np.ndarray, levels: int) -> np.ndarray:
-    """The levels with the least expected error of all, by dynamic programming over the sorted entries.
+    """Return the levels with the least expected error of all, by dynamic programming over the sorted entries.
 
     least[t][j] = min over i of least[t−1][i] + cost(i, j). The cost of one interval satisfies the quadrangle
     inequality, so the best i grows with j, and halving the range of j takes O(n log n) for each level (the idea of
@@ -120,7 +120,7 @@ def orq_exact(x: np.ndarray, levels: int) -> np.ndarray:
     def cost(i: np.ndarray, j: int) -> np.ndarray:
         """Σ(w_j − v)(v − w_i) over the entries from i to j."""
         inner = (w[j] + w[i]) * (sums[j + 1] - sums[i]) - (j - i + 1) * (w[i] * w[j])
-        return inner - (squares[j + 1] - squares[i])
+        return np.asarray(inner - (squares[j + 1] - squares[i]))
 
     least = np.array([cost(np.zeros(1, dtype=np.int64), j)[0] for j in range(len(x))])
     choices = []
@@ -177,7 +177,7 @@ def assign_levels(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
     values: torch.Tensor, starts: np.ndarray, seed: int | None,
 ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
-    """Symbols of u = g + decay·e and their counts; writes e ← u − value into memory_out.
+    """Return symbols of u = g + decay·e and their counts, and write e ← u − value into memory_out.
 
     `values` (buckets × levels, ascending) is what the receiver gets. Stochastic with a seed, to nearest without.
     """

@@ -16,12 +16,12 @@ __all__ = [
 
 
 def split_gaps(positions: np.ndarray) -> np.ndarray:
-    """What lies between ascending positions: the first, then each less the one before less 1."""
+    """Return what lies between ascending positions: the first, then each less the one before less 1."""
     return np.diff(positions, prepend=-1) - 1
 
 
 def join_gaps(gaps: np.ndarray, limit: int) -> np.ndarray:
-    """The opposite of `split_gaps`; all positions have to be below the limit."""
+    """Do the opposite of `split_gaps`; all positions have to be below the limit."""
     # No gap reaches the limit, so the first position beyond it is seen before any sum could overflow.
     if len(gaps) and int(gaps.max()) >= limit:
         raise FrameError("a position in the frame is beyond its tensor")
@@ -32,12 +32,12 @@ def join_gaps(gaps: np.ndarray, limit: int) -> np.ndarray:
 
 
 def golomb_bits(gaps: np.ndarray, b: int) -> int:
-    """What these gaps take in the Golomb–Rice code with parameter b."""
+    """Return how many bits these gaps take in the Golomb–Rice code with parameter b."""
     return len(gaps) * (b + 1) + int((gaps >> b).sum())
 
 
 def golomb_encode(gaps: np.ndarray, b: int) -> bytes:
-    """⌊gap/2ᵇ⌋ zeros, a one, then the b low bits, lowest first; from the lowest bit of each byte upwards."""
+    """Encode gaps: ⌊gap/2ᵇ⌋ zeros, a one, then the b low bits; from the lowest bit of each byte upwards."""
     quotients = gaps >> b
     ends = np.cumsum(quotients + 1 + b)
     bits = np.zeros(int(ends[-1]) if len(gaps) else 0, dtype=np.uint8)
@@ -48,7 +48,7 @@ def golomb_encode(gaps: np.ndarray, b: int) -> bytes:
 
 
 def golomb_decode(data: memoryview, count: int, b: int, limit: int) -> tuple[np.ndarray, int]:
-    """`count` positions below `limit`, and how many bytes they took; the last one is padded with zeros."""
+    """Return `count` positions below `limit`, and how many bytes they took; the last byte is padded with zeros."""
     bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
     text = bits.tobytes()
     positions, position, at = np.empty(count, dtype=np.int64), -1, 0
@@ -77,7 +77,7 @@ def _class_of(gaps: np.ndarray, m: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gap_classes(gaps: np.ndarray, m: int) -> tuple[np.ndarray, bytes]:
-    """The class of each gap, and what the classes leave open: the low bits of all gaps, one after the other."""
+    """Return the class of each gap, and the low bits of all gaps, which the classes leave open, one after the other."""
     classes, low_bits = _class_of(gaps, m)
     ends = np.cumsum(low_bits)
     bits = np.zeros(int(ends[-1]) if len(gaps) else 0, dtype=np.uint8)
@@ -88,16 +88,16 @@ def gap_classes(gaps: np.ndarray, m: int) -> tuple[np.ndarray, bytes]:
 
 
 def gap_counts(gaps: np.ndarray, m: int) -> np.ndarray:
-    """How many gaps each of 256 classes has."""
+    """Return how many gaps each of 256 classes has."""
     return np.bincount(_class_of(gaps, m)[0], minlength=256)
 
 
 def gap_tails(classes: np.ndarray, m: int, data: memoryview) -> np.ndarray:
-    """The gaps of these classes and low bits; the opposite of `gap_classes`."""
+    """Return the gaps of these classes and low bits; the opposite of `gap_classes`."""
     classes = classes.astype(np.int64)
     low_bits = np.maximum((classes >> m) - 1, 0)
     high = np.where(classes < 1 << m, classes, (classes & (1 << m) - 1) + (1 << m))
-    gaps = high << low_bits
+    gaps: np.ndarray = high << low_bits
     ends = np.cumsum(low_bits)
     total = int(ends[-1]) if len(classes) else 0
     if len(data) != -(-total // 8):

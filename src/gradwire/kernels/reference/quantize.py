@@ -22,14 +22,14 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def compensate(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
-    """u = g + decay·e, limited to the finite range (two rounded operations, no fused one)."""
+    """Return u = g + decay·e, limited to the finite range (two rounded operations, no fused one)."""
     if memory is None:
         return gradient
     return torch.clamp(gradient + memory * decay, -FLOAT_MAX, FLOAT_MAX)
 
 
 def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
-    """u at the sampled entries: runs of 64, one at a hashed place in each of 1024 equal strata.
+    """Return u at the sampled entries: runs of 64, one at a hashed place in each of 1024 equal strata.
 
     The place is hashed, because a fixed stride would see the same columns of a matrix again and again.
     """
@@ -44,17 +44,18 @@ def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) ->
 
 
 def moments(x: torch.Tensor) -> tuple[int, float, float]:
-    """(entries that are not zero, Σ|x|, Σx²) in fp64."""
+    """Return (number of entries that are not zero, Σ|x|, Σx²) in fp64."""
     x = x.double()
     return int(torch.count_nonzero(x)), float(x.abs().sum()), float(x.square().sum())
 
 
 def absmax(x: torch.Tensor) -> float:
-    """Largest magnitude; NaN or infinity if x holds one."""
+    """Return the largest magnitude; NaN or infinity if x holds one."""
     return float(x.abs().max()) if x.numel() else 0.0
 
 
 def histogram(symbols: torch.Tensor, count: int) -> np.ndarray:
+    """Return how often each of `count` symbols comes, as int64."""
     return torch.bincount(symbols, minlength=count).cpu().numpy().astype(np.int64)
 
 
@@ -80,12 +81,13 @@ def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = Non
 
 
 def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
-    """Σ(u − û)² for each of these steps."""
+    """Return Σ(u − û)² for each of these steps."""
     levels = torch.from_numpy(fmt.levels)
     return [float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps]
 
 
 def inverse(step: float) -> torch.Tensor:
+    """Return 1/step, rounded to fp32."""
     return torch.tensor(1, dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
 
 
@@ -99,7 +101,7 @@ def quantize(
     values: torch.Tensor,
     seed: int | None = None,
 ) -> torch.Tensor:
-    """Symbols of u = g + decay·e; writes e ← u − value(symbol) into memory_out."""
+    """Return symbols of u = g + decay·e, and write e ← u − value(symbol) into memory_out."""
     u = compensate(gradient, memory, decay)
     symbols = to_symbols(u, step, fmt, seed)
     if memory_out is not None:
@@ -108,6 +110,7 @@ def quantize(
 
 
 def dequantize(symbols: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the value of every symbol, on the device of the symbols."""
     return values.to(symbols.device)[symbols.int()]
 
 

@@ -35,12 +35,15 @@ class Side(NamedTuple):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values: subclasses may have them elsewhere, and a negative view has other signs."""
+    """Tell whether a tensor's memory holds its values.
+
+    Subclasses may have them elsewhere, and a negative view has other signs.
+    """
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg()
 
 
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
-    """memory ← keep·memory + scale·(rows − mean) on both sides; the norms of their outer products, in fp64.
+    """Write memory ← keep·memory + scale·(rows − mean) on both sides; return the norms of the outer products, in fp64.
 
     A row with a norm above `most` on either side, or none at all (NaN), has the score NaN and changes no memory.
     A row that is zero on one side has no product and brings nothing to the other: inputs without a gradient (padding)
@@ -58,14 +61,14 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
 
 
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the `count` largest keys are, ascending."""
+    """Return where the `count` largest keys are, ascending."""
     return keys.topk(count, sorted=False).indices.sort().values
 
 
 def take_rows(
     inputs: Side, outputs: Side, chosen: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen rows of both sides, times gain, in the dtype of their rows; zero takes their place in the memory.
+    """Return the chosen rows of both sides, times gain, in the dtype of their rows, and clear them in the memory.
 
     `chosen` is ascending. Where `total`, the sum of the scores, is NaN, all that is taken is NaN and nothing leaves the
     memory. Where the inputs have a mean there is room for one more row at the end of both, which the caller fills.

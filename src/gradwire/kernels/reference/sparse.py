@@ -14,7 +14,7 @@ def select(
     gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
     count: int | None, low: int = 1, one_sign: bool = False,
 ) -> Selection:  # fmt: skip
-    """The `count` largest magnitudes of u = g + decay·e: their positions (int64, ascending) and the u there.
+    """Select the `count` largest magnitudes of u = g + decay·e: their positions (int64, ascending) and the u there.
 
     With `one_sign` they are chosen among the positive entries and among the negative ones, and the choice with the
     larger mean magnitude counts, the positive one of equals. Only entries whose magnitude has a bit pattern of `low`
@@ -47,7 +47,10 @@ def _largest(
 
 
 def mean_magnitude(values: torch.Tensor) -> float:
-    """Mean of |x| in fp64 by eight sums, of every eighth entry, so that every machine has the same; 0 of nothing."""
+    """Return the mean of |x| in fp64, by eight sums of every eighth entry, so that it is the same on every machine.
+
+    It is 0 for an empty tensor.
+    """
     if not values.numel():
         return 0.0
     magnitudes = np.zeros((-(-values.numel() // 8), 8))
@@ -57,7 +60,7 @@ def mean_magnitude(values: torch.Tensor) -> float:
 
 
 def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
-    """out[positions] = values and zeros elsewhere, or out[positions] += values; one value may stand for all.
+    """Write values at these positions and zeros elsewhere, or add the values; one value may stand for all.
 
     Positions are ascending and below the length of out.
     """
