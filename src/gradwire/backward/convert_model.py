@@ -55,30 +55,30 @@ def convert(
         pattern: Choice(value, policy, centre) if value is not None else None for pattern, value in wanted.items()
     }
     RowMemory(decay or 1.0, memory_dtype)  # a SpecError now, not after some layers have changed
-    found = _candidates(model)
-    if not found:
+    candidates = _candidates(model)
+    if not candidates:
         raise GradwireError(
             "the model has no torch.nn.Linear and no 1×1 convolution: there is nothing to convert (subclasses are left "
             "alone, so are layers whose forward was replaced, and lazy layers until a batch has gone through them)"
         )
-    unused = sorted(p for p in choices if not any(_matches(names, p) for names, _ in found))
+    unused = sorted(p for p in choices if not any(_matches(names, p) for names, _ in candidates))
     if unused:
-        near = ", ".join(names[0] or "the model itself" for names, _ in found[:8])
+        near = ", ".join(names[0] or "the model itself" for names, _ in candidates[:8])
         raise SpecError(f"no layer has a name like {', '.join(map(repr, unused))}; there are: {near}")
-    plan = [(layer, next((choices[p] for p in choices if _matches(names, p)), None)) for names, layer in found]
-    scales = _scales([layer for _, layer in found], optimizer, grad_scaler)
+    plan = [(layer, next((choices[p] for p in choices if _matches(names, p)), None)) for names, layer in candidates]
+    scales = _scales([layer for _, layer in candidates], optimizer, grad_scaler)
     _back([layer for layer, choice in plan if choice is None])
     for layer, choice in plan:
         if choice is None:
             continue
-        memory, own = RowMemory(decay, memory_dtype) if decay else None, scales[id(layer)]
+        memory, layer_scales = RowMemory(decay, memory_dtype) if decay else None, scales[id(layer)]
         if memory and isinstance(layer, ChosenRows) and layer.memory:
             before, old = layer.memory, layer.scales
-            same_form = (old.optimizer is None) == (own.optimizer is None)  # otherwise rows are in other units
+            same_form = (old.optimizer is None) == (layer_scales.optimizer is None)  # otherwise rows are in other units
             if same_form and before.inputs is not None and before.outputs is not None:
                 memory.load(before.inputs, before.outputs)
         layer.__class__ = CONVERTED.get(type(layer), type(layer))
-        layer.choose(choice, memory, own)  # type: ignore[operator]
+        layer.choose(choice, memory, layer_scales)  # type: ignore[operator]
     return model
 
 
@@ -106,15 +106,15 @@ def _scales(
     """By id of the layer. What is not given stays as it was; new layers get what the first converted one has."""
     first = next((layer.scales for layer in layers if isinstance(layer, ChosenRows)), Scales())
     made: dict[tuple[int, int], Scales] = {}  # layers share them, and with them what is known of the scaler
-    found = {}
+    by_layer = {}
     for layer in layers:
         old = layer.scales if isinstance(layer, ChosenRows) else first
-        given = optimizer or old.optimizer, grad_scaler or old.grad_scaler
-        key = id(given[0]), id(given[1])
+        wanted = optimizer or old.optimizer, grad_scaler or old.grad_scaler
+        key = id(wanted[0]), id(wanted[1])
         if key not in made:
-            made[key] = Scales(*given)
-        found[id(layer)] = made[key]
-    return found
+            made[key] = Scales(*wanted)
+        by_layer[id(layer)] = made[key]
+    return by_layer
 
 
 def _back(layers: list[nn.Module]) -> None:
@@ -141,11 +141,11 @@ def _matches(names: list[str], pattern: str) -> bool:
 
 def _candidates(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
     """Layers that can be converted or are, each once, with all their names."""
-    found: dict[int, tuple[list[str], nn.Module]] = {}
+    layers_by_id: dict[int, tuple[list[str], nn.Module]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if (type(layer) in CONVERTED and _is_linear(layer)) or isinstance(layer, ChosenRows):
-            found.setdefault(id(layer), ([], layer))[0].append(name)
-    return list(found.values())
+            layers_by_id.setdefault(id(layer), ([], layer))[0].append(name)
+    return list(layers_by_id.values())
 
 
 def _is_linear(layer: nn.Module) -> bool:

@@ -82,29 +82,29 @@ class ChosenRows(nn.Module):
         errors: list[str],
     ) -> None:  # fmt: skip
         """A state without memory, such as that of the layer before it was converted, empties it."""
-        own = [prefix + name for name in MEMORIES]
+        keys = [prefix + name for name in MEMORIES]
         super()._load_from_state_dict(state, prefix, local, strict, missing, unexpected, errors)
-        unexpected[:] = [key for key in unexpected if key not in own]
+        unexpected[:] = [key for key in unexpected if key not in keys]
         if not self.memory:
             return
-        found = [state[key] for key in own if key in state]
-        if not found:
+        memories = [state[key] for key in keys if key in state]
+        if not memories:
             return self.memory.clear()
-        shapes = [tuple(memory.shape) for memory in found]
+        shapes = [tuple(memory.shape) for memory in memories]
         wanted = self.weight.shape[1], self.weight.shape[0]
-        way_out = f"take {own[0]} and {own[1]} out of the state, which empties the memory"
+        way_out = f"take {keys[0]} and {keys[1]} out of the state, which empties the memory"
         if shapes != [(*shapes[0][:1], size) for size in wanted]:
             errors.append(
                 f"{prefix}weight: its row memory has the shapes {' and '.join(map(str, shapes))}, but the layer needs "
                 f"as many rows of {wanted[0]} as rows of {wanted[1]}: {way_out}"
             )
-        elif not all(memory.is_floating_point() and memory.isfinite().all() for memory in found):
+        elif not all(memory.is_floating_point() and memory.isfinite().all() for memory in memories):
             errors.append(
                 f"{prefix}weight: its row memory has entries that are not finite numbers, and every gradient would be "
                 f"NaN: {way_out}"
             )
         else:
-            self.memory.load(*(memory.to(self.weight.device) for memory in found))
+            self.memory.load(*(memory.to(self.weight.device) for memory in memories))
 
     def extra_repr(self) -> str:
         """Describe the layer, and how it chooses rows, for `print(model)`."""

@@ -51,11 +51,11 @@ class RowMemory:
     def slots(self, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory of these rows, to be read and written; made or made longer where there is too little."""
         if self.inputs is not None and self.outputs is not None:
-            mine, given = (self.inputs.shape[1], self.outputs.shape[1]), (inputs.shape[1], outputs.shape[1])
-            if mine != given:
+            known, new = (self.inputs.shape[1], self.outputs.shape[1]), (inputs.shape[1], outputs.shape[1])
+            if known != new:
                 raise GradwireError(
-                    f"the memory is of a layer with {mine[0]} inputs and {mine[1]} outputs, but the rows have "
-                    f"{given[0]} and {given[1]}: a RowMemory belongs to one weight; where a layer got another weight, "
+                    f"the memory is of a layer with {known[0]} inputs and {known[1]} outputs, but the rows have "
+                    f"{new[0]} and {new[1]}: a RowMemory belongs to one weight; where a layer got another weight, "
                     "call gradwire.backward.forget(model)"
                 )
         self.inputs = self._long_enough(self.inputs, inputs)

@@ -42,8 +42,8 @@ class Points:
         """fp32 values, rounded to the tensor's dtype; `steps` are those of the entries, where they differ."""
         magnitude = multiples.abs().float()
         if self.offsets:
-            own = torch.tensor(self.offsets, dtype=torch.float32, device=multiples.device) / 256
-            magnitude = magnitude + own[multiples.abs().clamp(1, len(self.offsets)).long() - 1]
+            offsets = torch.tensor(self.offsets, dtype=torch.float32, device=multiples.device) / 256
+            magnitude = magnitude + offsets[multiples.abs().clamp(1, len(self.offsets)).long() - 1]
         step = torch.tensor(self.step, dtype=torch.float32) if steps is None else steps
         signed = torch.where(multiples < 0, -magnitude, magnitude).masked_fill(multiples == 0, 0.0)
         return limit_to(signed * step, self.dtype).float()
@@ -81,16 +81,16 @@ class Ecq(Converter):
             return self._encode_segments(conversion, out)
         if self.stochastic:
             conversion.require_finite()
-        found = self.target.fit_tensor(conversion)
-        if found is None:
+        fitted = self.target.fit_tensor(conversion)
+        if fitted is None:
             return _all_zero(conversion, out)
-        grid, coding = found.grid, found.coding
+        grid, coding = fitted.grid, fitted.coding
         if self.stochastic:
             grid = self._whole_range(conversion.compensated(), grid, False)
         points = Points(grid.step, grid.offsets, conversion.dtype)
         side = _side(grid) + bfloat16(grid.step)
         if _covers(coding) and not self.stochastic:
-            length = _encode_fused(conversion, out, side, found, points)
+            length = _encode_fused(conversion, out, side, fitted, points)
             if length:
                 return length
         symbols, outliers = self._quantize(conversion, grid, points)  # the same bytes in two passes
@@ -100,12 +100,12 @@ class Ecq(Converter):
         self, conversion: Conversion, grid: MeasuredGrid, points: Points, segmented: bool = False
     ) -> tuple[torch.Tensor, Outliers]:
         conversion.require_finite()
-        symbols, found = kernels.grid_quantize(
+        symbols, outliers = kernels.grid_quantize(
             conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, grid.step,
             grid.shift, table(points, grid.largest), kernels.grid_capacity(conversion.count, segmented),
             conversion.seed if self.stochastic else None,
         )  # fmt: skip
-        return symbols, _correct(conversion, points, found)
+        return symbols, _correct(conversion, points, outliers)
 
     def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Several small tensors, each with its own step: the same grid in units of their root mean squares."""
@@ -113,13 +113,13 @@ class Ecq(Converter):
         u = conversion.compensated()
         scales = [float(part.double().square().mean().sqrt()) for part in u.split(conversion.segments)]
         relative = [part / scale for part, scale in zip(u.split(conversion.segments), scales, strict=True) if scale]
-        found = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), conversion.count) if relative else None
-        if found is None:
-            found = self.target.fit(torch.ones(1), conversion.count)
-            assert found is not None
+        fitted = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), conversion.count) if relative else None
+        if fitted is None:
+            fitted = self.target.fit(torch.ones(1), conversion.count)
+            assert fitted is not None
         side, pieces, outliers, position = bytearray(), [], [], 0
         for length, scale, part in zip(conversion.segments, scales, u.split(conversion.segments), strict=True):
-            grid = replace(found.grid, step=round_step(found.grid.step * scale if scale else 1.0))
+            grid = replace(fitted.grid, step=round_step(fitted.grid.step * scale if scale else 1.0))
             if self.stochastic:
                 grid = self._whole_range(part, grid, True)
             side += varint(length) + bfloat16(grid.step)
@@ -133,7 +133,7 @@ class Ecq(Converter):
             outliers.append((apart[0] + position, apart[1]))
             position += length
         symbols = torch.cat(pieces)
-        grid = found.grid
+        grid = fitted.grid
         coding = choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), conversion.count)
         apart = (np.concatenate([p for p, _ in outliers]), np.concatenate([m for _, m in outliers]))
         return _finish(
@@ -152,16 +152,16 @@ def _all_zero(conversion: Conversion, out: torch.Tensor) -> int:
     return write(out, bytes([1, 0]), bfloat16(1.0), varint(0), zero.head)
 
 
-def _correct(conversion: Conversion, points: Points, found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
+def _correct(conversion: Conversion, points: Points, outliers: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
     """e ← u − ĝ of the outliers, which the kernels leave at u."""
-    positions, multiples = found
+    positions, multiples = outliers
     if conversion.memory_out is not None and len(positions):
         kernels.add_at(conversion.memory_out, positions, -points.of(multiples))
-    return _listed(found)
+    return _listed(outliers)
 
 
-def _listed(found: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
-    return in_host_memory(found[0]), in_host_memory(found[1])
+def _listed(outliers: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
+    return in_host_memory(outliers[0]), in_host_memory(outliers[1])
 
 
 def _finish(
@@ -201,14 +201,14 @@ def _encode_fused(conversion: Conversion, out: torch.Tensor, side: bytes, fitted
     )  # fmt: skip
     if coded is None:
         return 0
-    lengths, done, found = coded
+    lengths, done, listed = coded
     body = out[start : start + sum(lengths)]
     if done < conversion.count:
-        settled = None if offset is None else found
+        settled = None if offset is None else listed
         _take_back(conversion, body, lengths, done, chunks, coding, lane_bits, values, points, settled)
         conversion.require_finite()
         return 0  # only g + decay·e overflows: the plain path limits it
-    outliers = _listed(found) if offset is not None else _correct(conversion, points, found)
+    outliers = _listed(listed) if offset is not None else _correct(conversion, points, listed)
     if _misled(coding, len(coding.head) + layout + len(body)):
         data = rans.head(lane_bits, lengths) + body.numpy().tobytes()
         symbols = torch.from_numpy(rans.decode(memoryview(data), conversion.count, coding.table, coding.precision))

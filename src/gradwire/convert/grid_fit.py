@@ -62,15 +62,15 @@ class Target:
             return _coded(curve, curve.find(error=self.nmse * curve.energy), count, whole)
         budget, scale = self.rate * count, count / curve.count
         wanted = max(budget - 8 * SIDE, LEAST_SHARE * budget)
-        found = _coded(curve, curve.find(bits=wanted / scale), count, whole)
-        missing = budget - found.bits
+        fitted = _coded(curve, curve.find(bits=wanted / scale), count, whole)
+        missing = budget - fitted.bits
         if (
-            abs(missing) > (PART if in_parts else WHOLE) * budget and found.grid.bits > 0.9 * wanted / scale
+            abs(missing) > (PART if in_parts else WHOLE) * budget and fitted.grid.bits > 0.9 * wanted / scale
         ):  # as far as the rate is in reach
             wanted = max(wanted + missing, LEAST_SHARE * budget)
-            grid = curve.find(bits=wanted / scale, near=found.grid)
-            found = _coded(curve, grid, count, whole, found.grid.largest)
-        return found
+            grid = curve.find(bits=wanted / scale, near=fitted.grid)
+            fitted = _coded(curve, grid, count, whole, fitted.grid.largest)
+        return fitted
 
     def fit_tensor(self, conversion: Conversion) -> GridFit | None:
         """Return what meets the target on a whole tensor, by a sample of it; None if there is nothing but zeros."""
@@ -116,12 +116,12 @@ def _coded(
         cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)  # a list takes time
         if cost[size] > min(cost.values()):
             break
-    found = []
+    fits = []
     for size in dict.fromkeys([max(cost), min(cost, key=cost.__getitem__)]):
-        found.append(GridFit(replace(grid, largest=size), choose(size, _fold(counts, size), count), apart[size]))
-    least = compress.TOLERANCE * min(fit.bits for fit in found)
-    fast = [fit for fit in found if fit.bits <= least and fit.coding.precision == compress.COARSE]
-    return min(fast if fast and count >= compress.LARGE else found, key=lambda fit: fit.bits)
+        fits.append(GridFit(replace(grid, largest=size), choose(size, _fold(counts, size), count), apart[size]))
+    least = compress.TOLERANCE * min(fit.bits for fit in fits)
+    fast = [fit for fit in fits if fit.bits <= least and fit.coding.precision == compress.COARSE]
+    return min(fast if fast and count >= compress.LARGE else fits, key=lambda fit: fit.bits)
 
 
 def _counts(sample: torch.Tensor, grid: MeasuredGrid) -> np.ndarray:

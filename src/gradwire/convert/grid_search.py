@@ -51,8 +51,8 @@ class Curve:
         """Return this grid with its rate and error on the sample; None if its outliers are too many."""
         if self.stochastic:
             return self._dithered(step)
-        found = kernels.grid_measure(self.x, self.first, self.second, self.zeros, step, shift)
-        return None if found is None else MeasuredGrid(step, shift, *found)
+        measured = kernels.grid_measure(self.x, self.first, self.second, self.zeros, step, shift)
+        return None if measured is None else MeasuredGrid(step, shift, *measured)
 
     def counts(self, grid: MeasuredGrid) -> np.ndarray:
         """Return how often each symbol comes; outliers count as zeros."""

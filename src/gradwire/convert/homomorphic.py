@@ -82,15 +82,15 @@ class Homomorphic(Converter):
 
 def _write(positions: torch.Tensor, words: torch.Tensor, count: int, grid: Grid) -> bytes:
     """The payload, in a sketch that this encoder has seen peel."""
-    found, seed = code.blocks(positions, count), 0
+    union, seed = code.blocks(positions, count), 0
     while True:
-        plan = choose(count, found, seed)
+        plan = choose(count, union, seed)
         index, sketch = code.encode(plan, positions, words)
         if plan.index == "dense" or not len(code.decode(plan, index, sketch).left):
             break
         seed += 1
         if seed % TRIES == 0:
-            found = {lanes: blocks + blocks // 4 + 1 for lanes, blocks in found.items()}
+            union = {lanes: blocks + blocks // 4 + 1 for lanes, blocks in union.items()}
     kind = INDEXES.index(plan.index) | LANES.index(plan.lanes) << 2 | BITS.index(grid.bits) << 4
     side = bytes([kind]) + struct.pack("<f", grid.step)
     if plan.index != "dense":
@@ -145,9 +145,9 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     # As many blocks as there are cells at most can be peeled: so a short frame does not ask for much memory.
     if plan.index != "dense" and kernels.count_bits(code.candidates(plan, index)) >= plan.cells + 32:
         raise FrameError("a sketch that cannot be peeled: its index has more blocks than there are cells")
-    found = code.decode(plan, index, sketch)
-    if len(found.left) or not found.consistent:
+    decoded = code.decode(plan, index, sketch)
+    if len(decoded.left) or not decoded.consistent:
         raise FrameError("a sketch that cannot be peeled, or says more than its index")
     values = torch.zeros(header.elements)
-    kernels.put_words(values, found.positions, found.values, grid.bits, grid.step)
+    kernels.put_words(values, decoded.positions, decoded.values, grid.bits, grid.step)
     combine(limit_to(values, header.dtype).float(), out, weight, accumulate)

@@ -161,8 +161,8 @@ def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: s
     every = ("rans", "huffman") if total < compress.LARGE else ("rans",)
     names = every if coder == "auto" else (coder,)
     statistics = compress.SymbolStatistics(alphabet, counts, total)
-    found = [compress.choose(statistics, compress.CODERS[name]) for name in names]
-    return min(found, key=lambda coding: coding.expected_bits + coding.coder.fixed_bits)
+    codings = [compress.choose(statistics, compress.CODERS[name]) for name in names]
+    return min(codings, key=lambda coding: coding.expected_bits + coding.coder.fixed_bits)
 
 
 def read_side(reader: Reader, header: Header) -> tuple[Buckets, int, int, torch.dtype]:

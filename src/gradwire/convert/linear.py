@@ -18,5 +18,5 @@ class LinearLevels(Levels):
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
         """Return the numbers of every bucket, as `Levels.fit` promises: the least and the greatest entry."""
-        found = stats(conversion, starts)
-        return np.stack([found["min"], found["max"]], axis=1).astype(np.float32) + np.float32(0)
+        statistics = stats(conversion, starts)
+        return np.stack([statistics["min"], statistics["max"]], axis=1).astype(np.float32) + np.float32(0)

@@ -65,8 +65,8 @@ def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
     others = [round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
     errors = kernels.squared_errors(entries[:: max(1, entries.numel() // SCANNED)].contiguous(), others, fmt)
     best = min(range(len(others)), key=errors.__getitem__)
-    own, other = kernels.squared_errors(entries, [step, others[best]], fmt)
-    return others[best] if other < own * CLEARLY else step
+    error, other_error = kernels.squared_errors(entries, [step, others[best]], fmt)
+    return others[best] if other_error < error * CLEARLY else step
 
 
 def round_step(step: float) -> float:
@@ -101,11 +101,11 @@ class Minifloat(Converter):
         if self.stochastic:
             # Unbiased needs the largest entry inside the format's range: nothing may saturate.
             return self._fit_range(conversion)
-        found = fit(self.format, sample)
-        if sample.numel() < conversion.count and (found is None or found.zero_mass > 250):
+        fitted = fit(self.format, sample)
+        if sample.numel() < conversion.count and (fitted is None or fitted.zero_mass > 250):
             # Nearly all of the sample is zero: the few entries that are not deserve a full look.
-            found = fit(self.format, conversion.compensated())
-        return found
+            fitted = fit(self.format, conversion.compensated())
+        return fitted
 
     def _fit_range(self, conversion: Conversion) -> StepFit | None:
         conversion.require_finite()
@@ -122,17 +122,17 @@ class Minifloat(Converter):
         if conversion.segments:
             return self._encode_segments(conversion, out)
         sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
-        found = self.fit(conversion, sample)
-        step = found.step if found else 1.0
+        fitted = self.fit(conversion, sample)
+        step = fitted.step if fitted else 1.0
         side = _pack_format(self.format) + bfloat16(step)
-        if found is None:  # all entries are zero
+        if fitted is None:  # all entries are zero
             if conversion.memory_out is not None:
                 conversion.memory_out.zero_()
             zero = compress.Coding(compress.CONSTANT, parameters=bytes([self.format.zero_symbol]))
             return write(out, side, zero.head)
         seed = conversion.seed if self.stochastic else None
         counts = self._sample_counts(sample, step, seed)
-        coding = self._choose(counts, conversion.count, found)
+        coding = self._choose(counts, conversion.count, fitted)
         table = values(self.format, step, conversion.dtype)
         symbols = None
         if coding.coder == compress.RANS:
@@ -150,11 +150,11 @@ class Minifloat(Converter):
         if symbols is None:
             symbols = self._quantize(conversion, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
-        coding = self._choose(counts, conversion.count, found)
+        coding = self._choose(counts, conversion.count, fitted)
         return write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
 
-    def _choose(self, counts: np.ndarray, total: int, found: StepFit | None) -> compress.Coding:
-        fitted = GenNormFit(found.beta_index, found.zero_mass) if found else None
+    def _choose(self, counts: np.ndarray, total: int, step_fit: StepFit | None) -> compress.Coding:
+        fitted = GenNormFit(step_fit.beta_index, step_fit.zero_mass) if step_fit else None
         return compress.choose(SymbolStatistics(self.format, counts, total, fitted), self.coder, self.models)
 
     def _sample_counts(self, sample: torch.Tensor, step: float, seed: int | None) -> np.ndarray:
@@ -213,15 +213,15 @@ class Minifloat(Converter):
         pieces, fits, position = [], [], 0
         for length in conversion.segments:
             part = conversion.slice(position, position + length)
-            found = self.fit(part, part.compensated())
-            step = found.step if found else 1.0
+            fitted = self.fit(part, part.compensated())
+            step = fitted.step if fitted else 1.0
             side += varint(length) + bfloat16(step)
             pieces.append(
                 self._quantize(
                     part, step, values(self.format, step, conversion.dtype), part.seed if self.stochastic else None
                 )
             )
-            fits += [found] if found else []
+            fits += [fitted] if fitted else []
             position += length
         symbols = torch.cat(pieces)
         counts = kernels.histogram(symbols, self.format.symbols)

@@ -26,8 +26,8 @@ class QSGD(Levels):
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
         """Return the numbers of every bucket, as `Levels.fit` promises: its norm."""
-        found = stats(conversion, starts)
-        largest = np.maximum(-found["min"], found["max"])
+        statistics = stats(conversion, starts)
+        largest = np.maximum(-statistics["min"], statistics["max"])
         # A sum of rounded squares may fall short of the one entry that it consists of.
-        norm = largest if self.norm == "max" else np.maximum(found["norm"], largest)
+        norm = largest if self.norm == "max" else np.maximum(statistics["norm"], largest)
         return at_least(norm)[:, None]

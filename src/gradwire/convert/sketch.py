@@ -25,30 +25,30 @@ MOST_COLUMNS = 1 << 23  # hashes have that many values
 MASK = (1 << 64) - 1
 
 
-def largest(found: torch.Tensor, kept: int) -> torch.Tensor:
+def largest(estimates: torch.Tensor, kept: int) -> torch.Tensor:
     """Return the indexes of the largest magnitudes, the largest first, of equal ones the first."""
-    magnitude = found.abs()
-    threshold = torch.kthvalue(magnitude, len(found) - kept + 1).values
+    magnitude = estimates.abs()
+    threshold = torch.kthvalue(magnitude, len(estimates) - kept + 1).values
     index = torch.nonzero(magnitude >= threshold).flatten()  # ties may make it too many
     order = torch.sort(magnitude[index], descending=True, stable=True).indices
     return index[order[:kept]]
 
 
-def scaled(found: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def scaled(estimates: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return scale × these estimates as numbers of the dtype, and 0 elsewhere."""
-    out = torch.zeros(len(found), dtype=dtype, device=found.device)
-    out[index] = limit_to(found[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
+    out = torch.zeros(len(estimates), dtype=dtype, device=estimates.device)
+    out[index] = limit_to(estimates[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
     return out
 
 
-def best_scale(exact: torch.Tensor, found: torch.Tensor) -> float:
+def best_scale(exact: torch.Tensor, estimates: torch.Tensor) -> float:
     """The multiple of the estimates with the least squared error.
 
     Where there are no large entries to find, the largest estimates are those with the largest noise: as they are they
     would add more than they remove, and an error memory would grow without end. Scaled they never do.
     """
-    square = float(found.double().square().sum())
-    best = float((exact.double() * found.double()).sum()) / square if square else 0.0
+    square = float(estimates.double().square().sum())
+    best = float((exact.double() * estimates.double()).sum()) / square if square else 0.0
     return float(np.float32(min(max(best, 0.0), 1.0))) + 0.0
 
 
@@ -73,11 +73,11 @@ class CountSketch(Converter):
         exact = kernels.sketch_cells(u, self.rows, columns, seed)
         limit = torch.finfo(torch.float32).max
         cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
-        found = kernels.sketch_estimates(cells.float(), conversion.count, seed)
-        index = largest(found, min(conversion.count, math.ceil(self.p * conversion.count)))
-        scale = best_scale(u[index], found[index])
+        estimates = kernels.sketch_estimates(cells.float(), conversion.count, seed)
+        index = largest(estimates, min(conversion.count, math.ceil(self.p * conversion.count)))
+        scale = best_scale(u[index], estimates[index])
         if conversion.memory_out is not None:
-            torch.sub(u, scaled(found, index, scale, conversion.dtype).float(), out=conversion.memory_out)
+            torch.sub(u, scaled(estimates, index, scale, conversion.dtype).float(), out=conversion.memory_out)
             conversion.memory_out.clamp_(-limit, limit)  # an estimate of the largest number may have the wrong sign
         side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
         side += varint(columns) + varint(len(index)) + struct.pack("<fQ", scale, seed)
@@ -112,5 +112,5 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     cells = torch.frombuffer(body, dtype=precision).float().reshape(rows, columns)
     if not bool(torch.isfinite(cells).all()):
         raise FrameError("invalid sketch")
-    found = kernels.sketch_estimates(cells, count, seed)
-    combine(scaled(found, largest(found, kept), scale, header.dtype), out, weight, accumulate)
+    estimates = kernels.sketch_estimates(cells, count, seed)
+    combine(scaled(estimates, largest(estimates, kept), scale, header.dtype), out, weight, accumulate)

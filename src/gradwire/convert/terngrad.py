@@ -25,8 +25,8 @@ class TernGrad(Levels):
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
         """Return the numbers of every bucket, as `Levels.fit` promises: s, its largest magnitude."""
-        found = stats(conversion, starts)
-        scale = np.maximum(-found["min"], found["max"])
+        statistics = stats(conversion, starts)
+        scale = np.maximum(-statistics["min"], statistics["max"])
         if self.clip:
-            scale = np.minimum(scale, self.clip * found["sigma"])
+            scale = np.minimum(scale, self.clip * statistics["sigma"])
         return at_least(scale)[:, None]

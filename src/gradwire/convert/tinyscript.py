@@ -26,9 +26,9 @@ class TinyScript(Levels):
 
     def fit(self, conversion: Conversion, starts: np.ndarray) -> np.ndarray:
         """Return the numbers of every bucket, as `Levels.fit` promises: all levels."""
-        found = stats(conversion, starts)
+        statistics = stats(conversion, starts)
         numbers = np.zeros((len(starts) - 1, self.levels))
-        for i, (mean, square) in enumerate(zip(found["magnitude"], found["square"], strict=True)):
+        for i, (mean, square) in enumerate(zip(statistics["magnitude"], statistics["square"], strict=True)):
             start, stop = starts[i : i + 2]
             if stop - start <= self.levels:  # its own entries are the better levels
                 entries = np.sort(in_host_memory(conversion.slice(start, stop).compensated()))
@@ -50,15 +50,15 @@ def unit_levels(shape: int, levels: int) -> np.ndarray:
     middle = np.append((edges[1:-1] + edges[:-2]) / 2, edges[-2])
     masses, sums = np.append(0, np.cumsum(mass)), np.append(0, np.cumsum(mass * middle))
     zero = levels % 2  # an odd number has zero among its levels
-    found = np.interp((np.arange(levels // 2) + 1) / (levels // 2 + 0.5), masses[1:], middle)
+    magnitudes = np.interp((np.arange(levels // 2) + 1) / (levels // 2 + 0.5), masses[1:], middle)
     for _ in range(1000):
-        below = np.concatenate([[0.0], found]) if zero else found
+        below = np.concatenate([[0.0], magnitudes]) if zero else magnitudes
         thresholds = np.searchsorted(middle, (below[1:] + below[:-1]) / 2)
         cuts = np.concatenate([thresholds if zero else [0, *thresholds], [POINTS]])
         weight = np.diff(masses[cuts])
-        better = np.where(weight > 0, np.diff(sums[cuts]) / np.maximum(weight, 1e-300), found)
-        if np.array_equal(better, found):
+        better = np.where(weight > 0, np.diff(sums[cuts]) / np.maximum(weight, 1e-300), magnitudes)
+        if np.array_equal(better, magnitudes):
             break
-        found = better
-    found = found / sums[-1]
-    return np.concatenate([-found[::-1], [0.0] * zero, found])
+        magnitudes = better
+    magnitudes = magnitudes / sums[-1]
+    return np.concatenate([-magnitudes[::-1], [0.0] * zero, magnitudes])

@@ -62,8 +62,8 @@ class Residual:
 
     def add(self, name: str, memory: torch.Tensor, times: float) -> None:
         """Add `times` this memory to that of a parameter, between two steps."""
-        own = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=torch.float32))
-        own.add_(memory, alpha=times)
+        present = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=torch.float32))
+        present.add_(memory, alpha=times)
 
     def rescale(self, factor: float) -> None:
         """Multiply all memory: gradients are this many times larger from now on, because a loss scale changed."""

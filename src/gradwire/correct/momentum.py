@@ -62,8 +62,8 @@ class Velocity:
     def mask(self, name: str, sent: torch.Tensor, lo: int = 0) -> None:
         """Let entries from index `lo` on that were sent start again from zero."""
         if name in self._pending:
-            own = self._pending[name].view(-1)[lo : lo + sent.numel()]
-            own.masked_fill_(sent.view(-1).to(own.device), 0)
+            velocity = self._pending[name].view(-1)[lo : lo + sent.numel()]
+            velocity.masked_fill_(sent.view(-1).to(velocity.device), 0)
 
     def rescale(self, factor: float) -> None:
         """Multiply all velocities: gradients are this many times larger from now on, because a loss scale changed."""
@@ -130,12 +130,12 @@ class Takeover:
 
         It starts from zero when it gets its momentum back.
         """
-        found = {}
+        velocities = {}
         for parameter, state in self.optimizer.state.items():
             buffer = state.pop("momentum_buffer", None)
             if buffer is not None:
-                found[id(parameter)] = buffer.detach().float().clone()
-        return found
+                velocities[id(parameter)] = buffer.detach().float().clone()
+        return velocities
 
     def release(self) -> None:
         """Give momentum and weight decay back to the optimizer."""

@@ -102,8 +102,8 @@ def align_words(
     bitmap: torch.Tensor, words: int, lanes: int, positions: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return a message's words at all blocks that are marked."""
-    *found, met = _native.align_words(as_array(bitmap), words, lanes, as_array(positions), as_array(values))
-    everywhere, aligned = map(torch.from_numpy, found)
+    *arrays, met = _native.align_words(as_array(bitmap), words, lanes, as_array(positions), as_array(values))
+    everywhere, aligned = map(torch.from_numpy, arrays)
     return everywhere, aligned, met
 
 
@@ -111,6 +111,6 @@ def peel(
     bitmap: torch.Tensor, sketch: torch.Tensor, words: int, lanes: int, segments: int, segment_log: int, seed: int
 ) -> Peeled:
     """Recover the words of a sum of sketches, block by block from a queue."""
-    *found, consistent = _native.peel(as_array(bitmap), as_array(sketch), words, lanes, segments, segment_log, seed)
-    positions, values, left = map(torch.from_numpy, found)
+    *arrays, consistent = _native.peel(as_array(bitmap), as_array(sketch), words, lanes, segments, segment_log, seed)
+    positions, values, left = map(torch.from_numpy, arrays)
     return positions, values, left, consistent

@@ -125,7 +125,7 @@ def grid_measure(
     r = (j + np.where(j == 1, *offsets) / 256) * step
     inner = second[above[0]] - second[below[0]]
     error = _sum(inner, (sum2 - 2 * r * sum1) + r * r * both, ends * step * step / 12)
-    found = []
+    sizes = []
     for largest in GRID_SIZES:
         outside = int(both[largest:].sum()) + ends
         if outside > grid_capacity(count):
@@ -134,11 +134,11 @@ def grid_measure(
         rest = count - int(both[:largest].sum())
         spent = _sum(p * _log(p) + n * _log(n), rest * _log(rest))
         apart = outlier_bits(both[largest:], ends, outside, count)
-        found.append((float(count * _log(count) - spent) + apart, apart, largest))
+        sizes.append((float(count * _log(count) - spent) + apart, apart, largest))
         if not outside:
             break
-    limit = NEARLY * min((bits for bits, *_ in found), default=0.0)
-    for bits, apart, largest in found:
+    limit = NEARLY * min((bits for bits, *_ in sizes), default=0.0)
+    for bits, apart, largest in sizes:
         if bits <= limit:
             return bits, apart, max(error, 0.0), largest, offsets
     return None

@@ -168,11 +168,11 @@ def bloom_build(bitmap: torch.Tensor, index_words: int, probes: int, seed: int) 
 def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> torch.Tensor:
     """Return the bitmap of all blocks that may be in the filter."""
     groups, words = torch.arange(-(-blocks // 32), device=index.device), index.long() & MASK
-    found = torch.full_like(groups, MASK)
+    marked = torch.full_like(groups, MASK)
     for i in range(probes):
         word, turn = _probe(groups, i, index.numel(), seed)
-        found &= (words[word] >> turn | words[word] << (32 - turn)) & MASK
-    return torch.from_numpy(found.cpu().numpy().astype(np.uint32).view(np.int32)).to(index.device)
+        marked &= (words[word] >> turn | words[word] << (32 - turn)) & MASK
+    return torch.from_numpy(marked.cpu().numpy().astype(np.uint32).view(np.int32)).to(index.device)
 
 
 # ── sketch ────────────────────────────────────────────────────────────────────────────────────────

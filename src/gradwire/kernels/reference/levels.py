@@ -71,14 +71,14 @@ def _prefix(x: np.ndarray) -> np.ndarray:
 
 def orq_greedy(x: np.ndarray, levels: int) -> np.ndarray:
     """ORQ's greedy search (arXiv 2002.11082): the middle level between two others, then both halves."""
-    found = np.full(levels, x.min())
-    found[-1] = x.max()
+    chosen = np.full(levels, x.min())
+    chosen[-1] = x.max()
     span = levels - 1
     while span > 1:
         for left in range(0, levels - 1, span):
-            found[left + span // 2] = _best_between(x, found[left], found[left + span])
+            chosen[left + span // 2] = _best_between(x, chosen[left], chosen[left + span])
         span //= 2
-    return found
+    return chosen
 
 
 def _best_between(x: np.ndarray, low: float, high: float) -> float:
@@ -99,11 +99,11 @@ def _best_between(x: np.ndarray, low: float, high: float) -> float:
 
 def orq_polished(x: np.ndarray, levels: int) -> np.ndarray:
     """Return the greedy levels, each inner one solved once more between its neighbours: those of even number first."""
-    found = orq_greedy(x, levels)
+    chosen = orq_greedy(x, levels)
     for first in (2, 1):
         for k in range(first, levels - 1, 2):
-            found[k] = _best_between(x, found[k - 1], found[k + 1])
-    return found
+            chosen[k] = _best_between(x, chosen[k - 1], chosen[k + 1])
+    return chosen
 
 
 def orq_exact(x: np.ndarray, levels: int) -> np.ndarray:
@@ -134,9 +134,9 @@ def orq_exact(x: np.ndarray, levels: int) -> np.ndarray:
                 continue
             j = (low + high) // 2
             i = np.arange(first, min(end, j) + 1)
-            found = least[i] + cost(i, j)
-            at = int(np.argmin(found))  # the first of equals
-            best[j], choice[j] = found[at], first + at
+            errors = least[i] + cost(i, j)
+            at = int(np.argmin(errors))  # the first of equals
+            best[j], choice[j] = errors[at], first + at
             ranges += [(low, j - 1, first, choice[j]), (j + 1, high, choice[j], end)]
         least = best
         choices.append(choice)
@@ -212,8 +212,8 @@ def spread_levels(
     symbols: np.ndarray, values: torch.Tensor, starts: np.ndarray, out: torch.Tensor, accumulate: bool
 ) -> None:
     """Write the value of every symbol to `out`, or add it."""
-    found = values[_bucket_of(starts), torch.from_numpy(symbols).long()].to(out.device)
+    decoded = values[_bucket_of(starts), torch.from_numpy(symbols).long()].to(out.device)
     if accumulate:
-        out += found
+        out += decoded
     else:
-        out.copy_(found)
+        out.copy_(decoded)

@@ -49,9 +49,9 @@ def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     A row that is zero on one side has no product and brings nothing to the other: inputs without a gradient (padding)
     would otherwise be multiplied with the gradients of other rows.
     """
-    own = [_centred(side, side.rows) for side in (inputs, outputs)]
-    brings = (own[0] != 0).any(1) & (own[1] != 0).any(1)
-    joined = [_joined(side, rows, brings, keep) for side, rows in zip((inputs, outputs), own, strict=True)]
+    entering = [_centred(side, side.rows) for side in (inputs, outputs)]
+    brings = (entering[0] != 0).any(1) & (entering[1] != 0).any(1)
+    joined = [_joined(side, rows, brings, keep) for side, rows in zip((inputs, outputs), entering, strict=True)]
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in joined]
     fits = (norms[0] <= inputs.most) & (norms[1] <= outputs.most)
     for side, rows in zip((inputs, outputs), joined, strict=True):
@@ -81,9 +81,9 @@ def take_rows(
     return taken[0], taken[1]
 
 
-def _joined(side: Side, own: torch.Tensor, brings: torch.Tensor, keep: float) -> torch.Tensor:
+def _joined(side: Side, entering: torch.Tensor, brings: torch.Tensor, keep: float) -> torch.Tensor:
     """In the wider of fp32 and the dtype of the rows, whatever the memory is stored in."""
-    rows = own * (brings.to(own.dtype) * side.scale)[:, None]  # times zero, so that a NaN is one still
+    rows = entering * (brings.to(entering.dtype) * side.scale)[:, None]  # times zero, so that a NaN is one still
     return rows if side.memory is None else side.memory.to(rows.dtype) * keep + rows
 
 
