@@ -35,10 +35,22 @@ class Member:
     left: bool = False
     """Whether it has sent LEAVE since."""
 
+    def set_answer(self, answer: bytes) -> None:
+        """Note the ACCEPT or REFUSE that this worker is sent."""
+        self.answer = answer
+
+    def move(self, address: Address) -> None:
+        """Note that the worker's packets come from another address now."""
+        self.address = address
+
+    def leave(self) -> None:
+        """Note that the worker has sent LEAVE."""
+        self.left = True
+
 
 @dataclass
 class Job:
-    """The workers that sum words together. Its state is changed by the registry alone, in the server's thread."""
+    """The workers that sum words together. The registry calls its methods, in the server's thread."""
 
     world: int
     members: dict[int, Member] = field(default_factory=dict)
@@ -49,6 +61,23 @@ class Job:
     def waiting(self) -> list[int]:
         """Return the workers that have joined and wait for the others."""
         return [worker for worker, member in self.members.items() if member.answer is None]
+
+    def note_control(self, now: float) -> None:
+        """Note that a packet of the control plane has come."""
+        self.last_control = now
+
+    def add(self, worker: int, member: Member) -> None:
+        """Let a worker join, in place of an earlier process with its number."""
+        self.members[worker] = member
+
+    def begin(self, session: Session) -> None:
+        """Note that the engine serves this session for the job."""
+        self.session = session
+
+    def end(self) -> Session | None:
+        """Return the session, if there is one, and forget it."""
+        session, self.session = self.session, None
+        return session
 
 
 def why_too_far_apart(members: list[Member]) -> str | None:

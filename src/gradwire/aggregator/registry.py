@@ -1,4 +1,4 @@
-"""Jobs, joining and sessions: the aggregator's control plane (docs/aggregator.md, "Joining")."""
+"""Jobs, joining and sessions: the aggregator's control plane (docs/aggregator.md, "Joining a job")."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ class Registry:
             self.refused += 1
             return [(self._pack(Kind.REFUSE, packet_format.refuse_payload(join.nonce, reason)), address)]
         job = self.jobs.setdefault(join.job, Job(join.world))
-        job.last_control = self.clock()
+        job.note_control(self.clock())
         member = job.members.get(worker)
         if member is None or join.time > member.join.time:
             gone = self._end_session(job)
-            job.members[worker] = Member(join, address)
+            job.add(worker, Member(join, address))
             if len(job.waiting()) == job.world:
                 return gone + self._begin_session(join.job, job)
         elif member.join.nonce != join.nonce:
@@ -119,7 +119,7 @@ class Registry:
             return [(self._pack(Kind.REFUSE, packet_format.refuse_payload(join.nonce, reason)), address)]
         else:
             gone = []
-            member.address = address
+            member.move(address)
         answer = job.members[worker].answer
         waiting = self._pack(Kind.WAIT, packet_format.wait_payload(join.nonce, job.waiting()))
         return [*gone, (answer or waiting, address)]
@@ -161,23 +161,23 @@ class Registry:
         except GradwireError as error:  # who runs the aggregator reads all of it; the workers, its beginning
             warnings.warn(f"a job was refused: {error}", stacklevel=2)
             return self._refuse(members, str(error))
-        job.session = session
+        job.begin(session)
         self.sessions[session.number] = name, job
         first = min(member.join.operations for member in members)
         for member in members:
             accept = packet_format.Accept(member.join.nonce, nonce, session.number, slots, first)
-            member.answer = self._pack(Kind.ACCEPT, accept.pack())
+            member.set_answer(self._pack(Kind.ACCEPT, accept.pack()))
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _refuse(self, members: list[Member], reason: str) -> Replies:
         self.refused += len(members)
         for member in members:
-            member.answer = self._pack(Kind.REFUSE, packet_format.refuse_payload(member.join.nonce, reason))
+            member.set_answer(self._pack(Kind.REFUSE, packet_format.refuse_payload(member.join.nonce, reason)))
         return [(member.answer, member.address) for member in members if member.answer]
 
     def _end_session(self, job: Job) -> Replies:
         """Close the job's session, if it has one; the replies tell its workers, so that they join again."""
-        session, job.session = job.session, None
+        session = job.end()
         if session is None:
             return []
         self.engine.close(session.number)
@@ -195,12 +195,12 @@ class Registry:
             self.forged += 1
             return []
         if packet.kind == Kind.LEAVE:
-            job.members[packet.worker].left = True
+            job.members[packet.worker].leave()
             if all(member.left for member in job.members.values()):
                 self._end_session(job)
                 del self.jobs[name]
             return []
-        job.last_control = self.clock()
+        job.note_control(self.clock())
         left = [worker for worker, member in job.members.items() if member.left and worker != packet.worker]
         if left:
             answer = self._pack(Kind.GONE, packet_format.gone_payload(session.number, left[0]), session.number)

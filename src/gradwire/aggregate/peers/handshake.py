@@ -27,7 +27,7 @@ MOST_LISTED = 6  # differences that an error lists
 MOST_BYTES = 1 << 28  # of facts
 
 Facts = dict[str, str]
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
 class Gatherer(Protocol):
@@ -147,7 +147,7 @@ def _name_deviants(values: Sequence[str], ranks: Sequence[int], verb: str) -> st
     )
 
 
-def _most_common(values: Sequence[Value]) -> Value:
+def _most_common(values: Sequence[_Value]) -> _Value:
     counts = Counter(values)
     return max(counts, key=lambda value: counts[value])  # the first of equals
 

@@ -40,6 +40,16 @@ class Operation:
     done: threading.Event = field(default_factory=threading.Event)
     """Set when there is a result or an error."""
 
+    def succeed(self, result: tuple[Tensor, Tensor]) -> None:
+        """Hand the ORed and the added words of all workers to whoever waits."""
+        self.result = result
+        self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        """Hand an error to whoever waits."""
+        self.error = error
+        self.done.set()
+
 
 class InNetwork:
     """One worker's side of a job at an aggregator.
@@ -106,8 +116,7 @@ class InNetwork:
             raise AggregateError("not joined: call join() first")
         operation = Operation(or_words, add_words)
         if not or_words.numel() and not add_words.numel():
-            operation.result = or_words, add_words
-            operation.done.set()
+            operation.succeed((or_words, add_words))
             return operation
         self._queue.put(operation)
         return operation
@@ -187,12 +196,14 @@ class InNetwork:
             try:
                 if self._failure is not None:
                     raise self._failure
-                operation.result = self._run(operation)
-                self.operations += 1
-                self._last, self._under_way = operation, None
+                result = self._run(operation)
             except Exception as error:  # it is raised where the caller waits
-                self._failure = operation.error = error
-            operation.done.set()
+                self._failure = error
+                operation.fail(error)
+                continue
+            self.operations += 1
+            self._last, self._under_way = operation, None
+            operation.succeed(result)
 
     def _run(self, operation: Operation) -> tuple[Tensor, Tensor]:
         """Return the sum, through as many sessions as it takes."""

@@ -1,4 +1,4 @@
-// The packet that workers and the aggregator exchange (docs/aggregator.md, "Packets"): its definition for C and C++.
+// The packet that workers and the aggregator exchange (docs/aggregator.md, "The packets"): its definition for C and C++.
 //
 // The XDP program (C for BPF, compiled without any system header) and the native module (C++17) include this file.
 // packet_format.py beside it is the same for Python; a test compares every constant and every field of the two.

@@ -1,4 +1,4 @@
-"""The packet that workers and the aggregator exchange (docs/aggregator.md, "Packets"), for Python.
+"""The packet that workers and the aggregator exchange (docs/aggregator.md, "The packets"), for Python.
 
 packet_format.h beside this file is the same for C and C++; a test compares every constant and every field of the two.
 The control plane packs and reads its packets here. Packets of data are made and checked by native code or by the XDP

@@ -42,7 +42,7 @@ def route_to(ip: str, interfaces: Collection[str]) -> Route:
     neighbours = [entry["lladdr"] for entry in entries if "lladdr" in entry]
     if not device or not neighbours:
         raise GradwireError(f"no Ethernet address is known for worker {ip} (route: {device or 'none'}); {ELSEWHERE}")
-    own = _ask("ip", "link", "show", "dev", device)[0]["address"]
+    own_mac = _ask("ip", "link", "show", "dev", device)[0]["address"]
     port = device
     if device not in interfaces:  # a bridge whose ports are ours
         ports = _ask("bridge", "fdb", "get", neighbours[0], "br", device)
@@ -52,7 +52,7 @@ def route_to(ip: str, interfaces: Collection[str]) -> Route:
             f"worker {ip} is reached by {port}, which is none of this aggregator's interfaces "
             f"({', '.join(interfaces)}): start it with --interface {port}, or {ELSEWHERE}"
         )
-    return Route(socket.if_nametoindex(port), _mac(neighbours[0]), _mac(own))
+    return Route(socket.if_nametoindex(port), _mac(neighbours[0]), _mac(own_mac))
 
 
 def _mac(text: str) -> bytes:
