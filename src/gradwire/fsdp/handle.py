@@ -27,11 +27,11 @@ from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name
 from gradwire.checkpoints.rank_states import AllRanks, own_part
 from gradwire.correct.error_memory import memory_in
-from gradwire.correct.flat_error_memory import FlatMemory
 from gradwire.engine import auto
 from gradwire.engine.options import Scaler
 from gradwire.errors import GradwireError, SpecError, unknown_name
 from gradwire.fsdp.fsdp2_internals import ShardedModule, modules_of, warn_of_unused, weight_of
+from gradwire.fsdp.part_error_memory import PartErrorMemory
 from gradwire.fsdp.shard_exchanges import ReplicaAllReduce, ShardReduceScatter
 from gradwire.fsdp.shard_frames import ShardFrames
 
@@ -51,7 +51,7 @@ class FSDPHandle:
         self._module_of = {name: module for module in modules for name in module.memory_sizes}
         self._scaler = scaler
         sizes = {name: size for module in modules for name, size in module.sizes.items()}
-        self.frames = ShardFrames(spec, sizes, None if memory is None else FlatMemory(memory))
+        self.frames = ShardFrames(spec, sizes, None if memory is None else PartErrorMemory(memory))
         self._link = Link(first.shard_group if first.replicas is None else first.replicas)
         self._host = Link(first.shard_group) if first.replicas is not None and first.shards > 1 else None
         facts = {"spec": str(self.frames.recipes), "memory": str(memory).removeprefix("torch.")}

@@ -26,9 +26,9 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import whole_tensors
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.catalogue.spec_by_name import Spec
-from gradwire.correct.flat_error_memory import FlatMemory
 from gradwire.errors import FrameError
 from gradwire.frame import headers
+from gradwire.fsdp.part_error_memory import PartErrorMemory
 from gradwire.fsdp.shard_layout import PartPlace
 
 FLAG = 1  # byte before the frames
@@ -42,7 +42,7 @@ class ShardFrames:
     one module after the other; `end_step` commits what all of them wrote.
     """
 
-    def __init__(self, spec: Spec, sizes: Mapping[str, torch.Size], memory: FlatMemory | None):
+    def __init__(self, spec: Spec, sizes: Mapping[str, torch.Size], memory: PartErrorMemory | None):
         self.recipes, self.ledger, self.memory = ModelRecipes(spec), StepLedger(), memory
         self.recipes.know_model((name, torch.empty(size, device="meta")) for name, size in sizes.items())
         self.dense_bytes = 0  # of what was sent, in fp32

@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import GradwireError
 
 
-class FlatMemory:
+class PartErrorMemory:
     """The error memory of sharded parameters, flat and by name.
 
     As in `Residual`, what is written in a step counts only after `commit`. One thread at a time may call it.
