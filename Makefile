@@ -5,7 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Python compiles what is imported, which is a small part of what is installed.
 PIP    := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
-NATIVE := $(wildcard native/*) CMakeLists.txt
+NATIVE := $(wildcard native/* src/gradwire/aggregator/packet/*.h) CMakeLists.txt
+C_SOURCES := $(wildcard native/*.cpp native/*.h src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c)
 
 .PHONY: demo test nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
 
@@ -22,6 +23,7 @@ nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, b
 lint: $(VENV)/.lint        ## style, types, the import law and its graph
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python scripts/import_graph.py --check

@@ -41,8 +41,15 @@ void Aggregator::open(uint32_t number, const SipKey& key, std::vector<sockaddr_i
     if (slots < 1 || slots > 65536) throw std::invalid_argument("a session has 1 to 65536 slots");
     if (sessions_.count(number)) throw std::invalid_argument("there is a session of this number");
     uint64_t everyone = world == 64 ? ~uint64_t(0) : (uint64_t(1) << world) - 1;
-    sessions_[number].reset(new ServedSession{number, key, std::move(workers), everyone, slots,
-        {make_banks(slots), [](Bank* banks) { std::free(banks); }}, std::vector<double>(world, seconds_now()), {}, {}});
+    sessions_[number].reset(new ServedSession{number,
+                                              key,
+                                              std::move(workers),
+                                              everyone,
+                                              slots,
+                                              {make_banks(slots), [](Bank* banks) { std::free(banks); }},
+                                              std::vector<double>(world, seconds_now()),
+                                              {},
+                                              {}});
 }
 
 void Aggregator::close(uint32_t number) {

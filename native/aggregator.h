@@ -36,13 +36,14 @@ struct ServedSession {
     uint64_t everyone;
     uint32_t slots;
     std::unique_ptr<Bank[], void (*)(Bank*)> banks;  // of slot s: 2s and 2s + 1
-    std::vector<double> last_packet;                 // when each worker's last one came
-    std::vector<Bank*> complete;                     // since the last flush
-    std::vector<std::pair<uint16_t, Bank*>> again;   // results for one worker
+    std::vector<double> last_packet;  // when each worker's last one came
+    std::vector<Bank*> complete;  // since the last flush
+    std::vector<std::pair<uint16_t, Bank*>> again;  // results for one worker
 };
 
 struct Counters {
-    uint64_t packets, results, resent, duplicates, old, forged, malformed, unknown, dropped, control, bytes_in, bytes_out;
+    uint64_t packets, results, resent, duplicates, old, forged, malformed, unknown, dropped, control, bytes_in,
+        bytes_out;
 };
 
 class Aggregator {

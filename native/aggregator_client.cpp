@@ -69,8 +69,8 @@ size_t AggregatorClient::send_some(const uint64_t* packets, size_t count, const 
     uint64_t codes[kTrain];
     for (size_t i = 0; i < count; i++) {
         size_t in_operation = packets[i] - first_;
-        Header h = make_header(KIND_DATA, session_, uint32_t(packets[i] / slots_), uint16_t(packets[i] % slots_), worker_,
-                               in_operation < w.either_packets() ? OPERATION_OR : OPERATION_ADD);
+        Header h = make_header(KIND_DATA, session_, uint32_t(packets[i] / slots_), uint16_t(packets[i] % slots_),
+                               worker_, in_operation < w.either_packets() ? OPERATION_OR : OPERATION_ADD);
         std::memcpy(headers_[i], &h, sizeof h);
         coded[i] = {headers_[i], body_of(in_operation, w), key_};
         pieces[2 * i] = {headers_[i], kHeaderBytes};
@@ -159,7 +159,8 @@ void AggregatorClient::settle(const OperationWords& w, double now) {
         if (f.tries == 1) {
             latest_ = std::max(latest_, f.order);
             // What was sent before the first result came may have waited for a worker that was late.
-            if (first_result_ && f.sent >= first_result_) nearest = nearest ? std::min(nearest, now - f.sent) : now - f.sent;
+            if (first_result_ && f.sent >= first_result_)
+                nearest = nearest ? std::min(nearest, now - f.sent) : now - f.sent;
         }
     }
     candidates_.clear();

@@ -83,7 +83,8 @@ class AggregatorClient {
     std::vector<uint16_t> silences_;
 
     // The operation under way. Packets are counted from the start of the session; `first_` is its first.
-    uint64_t first_ = 0, base_ = 0, next_ = 0, end_ = 0;  // base_: the first without a result; next_: the first not sent
+    uint64_t first_ = 0, base_ = 0, next_ = 0,
+             end_ = 0;  // base_: the first without a result; next_: the first not sent
     std::vector<Flight> flights_;
     uint64_t order_ = 0, latest_ = 0;  // the order of the last packet sent; of the latest whose result came
     uint64_t limit() const { return std::min(end_, base_ + pace_.window()); }

@@ -14,9 +14,9 @@ using Float = __m512;
 
 // Byte i of four vectors of dwords, packed: the low byte of every lane of a row.
 struct Packer {
-    Int pair = _mm512_set_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                               0, 124, 120, 116, 112, 108, 104, 100, 96, 92, 88, 84, 80, 76, 72, 68, 64, 60, 56, 52, 48,
-                               44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+    Int pair = _mm512_set_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                               0, 0, 124, 120, 116, 112, 108, 104, 100, 96, 92, 88, 84, 80, 76, 72, 68, 64, 60, 56, 52,
+                               48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
 
     template <int V>
     GRADWIRE_INLINE Int low_bytes(const Int* x) const {
@@ -78,7 +78,8 @@ GRADWIRE_INLINE uint8_t* emit(const Packer& packer, const __mmask16* full, Int* 
 
 // One row of 16*V lanes; `index` are the symbols as the tables number them.
 template <int V, bool Twice>
-GRADWIRE_INLINE uint8_t* encode_vectors(const EncodeTables& t, const Packer& packer, const Int* index, Int* x, uint8_t* p) {
+GRADWIRE_INLINE uint8_t* encode_vectors(const EncodeTables& t, const Packer& packer, const Int* index, Int* x,
+                                        uint8_t* p) {
     const Int one = _mm512_set1_epi32(0x10000);
     Int limit[V];
     __mmask16 full[V];
@@ -104,7 +105,8 @@ GRADWIRE_INLINE uint8_t* encode_vectors(const EncodeTables& t, const Packer& pac
 // Rows of a chunk from any source of symbols: `next(i, index)` fills in row i, `tail(i, width, symbols)` the last one.
 // Both say false when they cannot go on.
 template <int V, bool Twice, class Next, class Tail>
-GRADWIRE_INLINE Coded encode_chunk(const RansTable& table, const EncodeTables& t, size_t count, uint8_t* out, Next next, Tail tail) {
+GRADWIRE_INLINE Coded encode_chunk(const RansTable& table, const EncodeTables& t, size_t count, uint8_t* out, Next next,
+                                   Tail tail) {
     constexpr int lanes = 16 * V;
     const Packer packer;
     Int x[V];

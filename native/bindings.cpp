@@ -46,9 +46,10 @@ void quantize(Floats gradient, std::optional<Floats> memory, std::optional<Float
 
 // Chunks one after the other into `out`; returns their lengths, and how many entries they hold: less than all if it
 // stopped before a NaN or an infinity.
-std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
-                                  float decay, float step, nb::tuple fmt, Floats values, Ints frequencies,
-                                  int precision, int lanes, size_t chunk, BytesOut out) {
+std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optional<Floats> memory,
+                                                     std::optional<FloatsOut> memory_out, float decay, float step,
+                                                     nb::tuple fmt, Floats values, Ints frequencies, int precision,
+                                                     int lanes, size_t chunk, BytesOut out) {
     Quantizer q = make_quantizer(fmt, decay, step, values, std::nullopt);
     Stream s = make_stream(gradient, memory, memory_out);
     auto table = make_table(frequencies, precision);
@@ -157,11 +158,14 @@ NB_MODULE(_native, m) {
         moments(x.data(), x.size(), nonzero, sum_abs, sum_square);
         return nb::make_tuple(nonzero, sum_abs, sum_square);
     });
-    m.def("sample", [](Floats gradient, std::optional<Floats> memory, float decay, size_t runs, size_t length, FloatsOut out) {
+    m.def("sample",
+          [](Floats gradient, std::optional<Floats> memory, float decay, size_t runs, size_t length, FloatsOut out) {
         require(!memory || memory->size() == gradient.size(), "memory has the wrong size");
-        require(runs && length && out.size() == runs * length && gradient.size() / runs >= length, "sample is too large");
+        require(runs && length && out.size() == runs * length && gradient.size() / runs >= length,
+                "sample is too large");
         sample(gradient.data(), memory ? memory->data() : nullptr, decay, gradient.size(), runs, length, out.data());
-    }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"), nb::arg("out"));
+    }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"),
+          nb::arg("out"));
     m.def("squared_errors", [](Floats u, std::vector<float> steps, nb::tuple fmt, Floats values) {
         std::vector<double> errors;
         for (float step : steps) {

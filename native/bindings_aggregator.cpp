@@ -42,8 +42,12 @@ const char* name_of(Outcome outcome) {
 const char* run(AggregatorClient& client, Ints32 either, Ints32 add, Ints32Out either_out, Ints32Out add_out,
                 double timeout, double silence) {
     require(either.size() == either_out.size() && add.size() == add_out.size(), "results have other sizes");
-    OperationWords w{reinterpret_cast<const uint32_t*>(either.data()), reinterpret_cast<const uint32_t*>(add.data()), either.size(),
-            add.size(), reinterpret_cast<uint32_t*>(either_out.data()), reinterpret_cast<uint32_t*>(add_out.data())};
+    OperationWords w{reinterpret_cast<const uint32_t*>(either.data()),
+                     reinterpret_cast<const uint32_t*>(add.data()),
+                     either.size(),
+                     add.size(),
+                     reinterpret_cast<uint32_t*>(either_out.data()),
+                     reinterpret_cast<uint32_t*>(add_out.data())};
     nb::gil_scoped_release release;
     return name_of(client.run(w, timeout, silence));
 }
@@ -51,52 +55,56 @@ const char* run(AggregatorClient& client, Ints32 either, Ints32 add, Ints32Out e
 void bind_engine(nb::module_& m) {
     nb::class_<Aggregator>(m, "Aggregator")
         .def(nb::init<const std::string&, uint16_t>())
-        .def("open", [](Aggregator& a, uint32_t number, nb::bytes key, const std::vector<Address>& workers, uint32_t slots) {
-            std::vector<sockaddr_in> addresses;
-            for (const auto& [ip, port] : workers) addresses.push_back(make_address(ip, port));
-            a.open(number, key_from(key), std::move(addresses), slots);
-        })
+        .def("open",
+             [](Aggregator& a, uint32_t number, nb::bytes key, const std::vector<Address>& workers, uint32_t slots) {
+        std::vector<sockaddr_in> addresses;
+        for (const auto& [ip, port] : workers) addresses.push_back(make_address(ip, port));
+        a.open(number, key_from(key), std::move(addresses), slots);
+    })
         .def("close", &Aggregator::close)
-        .def("poll", [](Aggregator& a, double seconds) {
-            std::vector<Aggregator::Control> control;
-            {
-                nb::gil_scoped_release release;
-                control = a.poll(seconds);
-            }
-            nb::list packets;
-            for (const auto& [packet, from] : control) packets.append(nb::make_tuple(bytes_from(packet), address_from(from)));
-            return packets;
-        })
-        .def("send", [](Aggregator& a, nb::bytes datagram, const Address& to) {
-            a.send(string_from(datagram), make_address(to.first, to.second));
-        })
+        .def("poll",
+             [](Aggregator& a, double seconds) {
+        std::vector<Aggregator::Control> control;
+        {
+            nb::gil_scoped_release release;
+            control = a.poll(seconds);
+        }
+        nb::list packets;
+        for (const auto& [packet, from] : control)
+            packets.append(nb::make_tuple(bytes_from(packet), address_from(from)));
+        return packets;
+    })
+        .def("send", [](Aggregator& a, nb::bytes datagram,
+                        const Address& to) { a.send(string_from(datagram), make_address(to.first, to.second)); })
         .def("silences", &Aggregator::silences)
         .def("receive_buffer", &Aggregator::receive_buffer)
-        .def("counters", [](const Aggregator& a) { return dict_from(a.counters()); })
-        .def("address", [](const Aggregator& a) { return address_from(a.address()); });
+        .def("counters", [](const Aggregator& a) {
+        return dict_from(a.counters());
+    }).def("address", [](const Aggregator& a) { return address_from(a.address()); });
 }
 
 void bind_client(nb::module_& m) {
     nb::class_<AggregatorClient>(m, "AggregatorClient")
-        .def("__init__", [](AggregatorClient* at, const std::string& ip, uint16_t port, nb::bytes key) {
-            new (at) AggregatorClient(ip, port, key_from(key));
-        })
+        .def("__init__", [](AggregatorClient* at, const std::string& ip, uint16_t port,
+                            nb::bytes key) { new (at) AggregatorClient(ip, port, key_from(key)); })
         .def("send", [](AggregatorClient& c, nb::bytes datagram) { c.send(string_from(datagram)); })
-        .def("receive", [](AggregatorClient& c, double seconds) {
-            std::vector<std::string> found;
-            {
-                nb::gil_scoped_release release;
-                found = c.receive(seconds);
-            }
-            nb::list packets;
-            for (const auto& packet : found) packets.append(bytes_from(packet));
-            return packets;
-        })
+        .def("receive",
+             [](AggregatorClient& c, double seconds) {
+        std::vector<std::string> found;
+        {
+            nb::gil_scoped_release release;
+            found = c.receive(seconds);
+        }
+        nb::list packets;
+        for (const auto& packet : found) packets.append(bytes_from(packet));
+        return packets;
+    })
         .def("refused", &AggregatorClient::refused)
-        .def("begin", [](AggregatorClient& c, uint32_t session, nb::bytes key, uint16_t worker, uint32_t slots) {
-            require(slots >= 1 && slots <= 65536 && worker < kMostWorkers, "bad session");
-            c.begin(session, key_from(key), worker, slots);
-        })
+        .def("begin",
+             [](AggregatorClient& c, uint32_t session, nb::bytes key, uint16_t worker, uint32_t slots) {
+        require(slots >= 1 && slots <= 65536 && worker < kMostWorkers, "bad session");
+        c.begin(session, key_from(key), worker, slots);
+    })
         .def("run", &run)
         .def("ask", &AggregatorClient::ask)
         .def("leave", &AggregatorClient::leave)
@@ -108,8 +116,9 @@ void bind_client(nb::module_& m) {
         .def("who_left", &AggregatorClient::who_left)
         .def_prop_ro("bytes_sent", [](const AggregatorClient& c) { return c.bytes_sent.load(); })
         .def_prop_ro("bytes_received", [](const AggregatorClient& c) { return c.bytes_received.load(); })
-        .def_prop_ro("resent", [](const AggregatorClient& c) { return c.resent.load(); })
-        .def_prop_ro("forged", [](const AggregatorClient& c) { return c.forged.load(); });
+        .def_prop_ro("resent", [](const AggregatorClient& c) {
+        return c.resent.load();
+    }).def_prop_ro("forged", [](const AggregatorClient& c) { return c.forged.load(); });
 }
 
 }  // namespace

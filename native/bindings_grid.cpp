@@ -16,7 +16,8 @@ using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device:
 Grid make_grid(float decay, float step, float shift, Floats values, std::optional<uint64_t> seed) {
     require(values.size() % 2 == 1 && values.size() >= 3 && values.size() <= 255, "values do not fit a grid");
     require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
-    return {decay, 1.0f / step, shift, int(values.size() / 2), values.data(), seed.value_or(0), seed.has_value(), false, step, 0.0f};
+    return {decay, 1.0f / step, shift, int(values.size() / 2), values.data(), seed.value_or(0), seed.has_value(),
+            false, step,        0.0f};
 }
 
 Outliers make_outliers(Ints64Out& positions, Ints32Out& multiples) {
@@ -78,16 +79,19 @@ void bind_grid(nb::module_& m) {
           nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("seed").none(),
           nb::arg("symbols"), nb::arg("positions"), nb::arg("multiples"));
     m.def("grid_rans", rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
-          nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("offset").none(), nb::arg("frequencies"),
-          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"), nb::arg("positions"),
-          nb::arg("multiples"));
-    m.def("grid_measure", [](Floats x, Doubles first, Doubles second, int64_t zeros, Doubles logs, float step, float shift) -> nb::object {
+          nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("offset").none(),
+          nb::arg("frequencies"), nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"),
+          nb::arg("positions"), nb::arg("multiples"));
+    m.def("grid_measure",
+          [](Floats x, Doubles first, Doubles second, int64_t zeros, Doubles logs, float step,
+             float shift) -> nb::object {
         const size_t n = x.size();
         require(first.size() == n + 1 && second.size() == n + 1 && n > 0, "sums do not fit the sample");
         require(logs.size() == kLogs + 1 && zeros >= 0 && zeros < int64_t(1) << 48, "bad table or number of zeros");
         require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
         Measured found;
-        if (!grid_measure(x.data(), first.data(), second.data(), n, zeros, logs.data(), step, shift, found)) return nb::none();
+        if (!grid_measure(x.data(), first.data(), second.data(), n, zeros, logs.data(), step, shift, found))
+            return nb::none();
         return nb::make_tuple(found.bits, found.outlier_bits, found.error, found.largest,
                               nb::make_tuple(found.offsets[0], found.offsets[1]));
     });
@@ -103,7 +107,8 @@ void bind_grid(nb::module_& m) {
         require(negative.size() == n && excesses.size() == n && a >= 0 && a <= 48 && b >= 0 && b <= 24, "bad outliers");
         uint64_t bits = 0;
         for (size_t i = 0; i < n; i++) {
-            require(gaps.data()[i] >= 0 && gaps.data()[i] < int64_t(1) << 48 && negative.data()[i] < 2, "bad gap or sign");
+            require(gaps.data()[i] >= 0 && gaps.data()[i] < int64_t(1) << 48 && negative.data()[i] < 2,
+                    "bad gap or sign");
             require(excesses.data()[i] >= 0 && excesses.data()[i] <= kGridLimit, "bad excess");
             bits += uint64_t(gaps.data()[i] >> a) + uint64_t(a) + 2 + 51 + uint64_t(b);
             require(bits >> 56 == 0, "gaps beyond any tensor");
@@ -112,7 +117,8 @@ void bind_grid(nb::module_& m) {
         nb::gil_scoped_release release;
         return pack_outliers(gaps.data(), negative.data(), excesses.data(), n, a, b, out.data());
     });
-    m.def("unpack_outliers", [](Bytes data, int64_t elements, int largest, int a, int b, Ints64Out positions, Ints32Out multiples) {
+    m.def("unpack_outliers",
+          [](Bytes data, int64_t elements, int largest, int a, int b, Ints64Out positions, Ints32Out multiples) {
         require(multiples.size() == positions.size() && a >= 0 && a <= 48 && b >= 0 && b <= 24, "bad outliers");
         require(elements >= 0 && elements < int64_t(1) << 48 && largest >= 1 && largest <= 127, "bad outliers");
         nb::gil_scoped_release release;

@@ -157,8 +157,8 @@ void bind_homomorphic(nb::module_& m) {
         homomorphic_kernels().bloom_query(bits(index), uint32_t(index.size()), probes, seed, bitmap.size(),
                                           bits(bitmap));
     });
-    m.def("sketch_words", [](Ints positions, Words values, int lanes, uint32_t segments, int log, uint32_t seed,
-                             WordsOut sketch) {
+    m.def("sketch_words",
+          [](Ints positions, Words values, int lanes, uint32_t segments, int log, uint32_t seed, WordsOut sketch) {
         const SketchShape shape = shape_of(lanes, segments, log, seed, sketch.size());
         require(positions.size() == values.size(), "as many values as positions");
         require_positions(positions, int64_t(kMostWords));

@@ -38,7 +38,8 @@ void search(Floats gradient, std::optional<Floats> memory, float decay, Ints sta
     require(s.count <= 0x7fffffff, "too many entries to search");
     const Search how = Search(method);
     require(how == Search::two || how == Search::pair ? levels == 2 : levels >= 3, "bad number of levels");
-    require((how != Search::greedy && how != Search::polished) || !((levels - 1) & (levels - 2)), "levels must be a power of two and 1");
+    require((how != Search::greedy && how != Search::polished) || !((levels - 1) & (levels - 2)),
+            "levels must be a power of two and 1");
     require(!limits || limits->size() == b.count, "limits has the wrong size");
     require(out.size() == b.count * (how == Search::pair ? 1 : size_t(levels)), "out has the wrong size");
     nb::gil_scoped_release release;

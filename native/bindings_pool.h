@@ -13,7 +13,7 @@ namespace gradwire {
 // Blocks of memory that are handed to numpy and come back: on a large tensor, fresh pages cost more than what is
 // written to them. A few are kept, none of them large.
 class Pool {
-public:
+  public:
     struct Block {
         char* data;
         size_t room;
@@ -38,7 +38,7 @@ public:
             delete[] block.data;
     }
 
-private:
+  private:
     static constexpr size_t kSmallest = 1 << 16, kLargest = 1 << 24, kBlocks = 8;
     std::mutex mutex_;
     std::vector<Block> kept_;

@@ -24,15 +24,22 @@ Side make_side(const GivenSide& given, size_t count) {
     const auto& [rows, memory, scale, gain, most, mean] = given;
     const auto& [address, own_count, columns, half] = rows;
     require(own_count == count, "the sides have different numbers of rows");
-    if (memory)
-        require(std::get<1>(*memory) == count && std::get<2>(*memory) == columns, "memory has another shape");
+    if (memory) require(std::get<1>(*memory) == count && std::get<2>(*memory) == columns, "memory has another shape");
     if (mean) {
         require(std::get<1>(*mean) == 1 && std::get<2>(*mean) == columns, "mean has another shape");
         require(std::get<3>(*mean) == half, "mean has another type than the rows");
     }
     const MemoryKind kind = !memory ? kNoMemory : std::get<3>(*memory) ? kHalfMemory : kFloatMemory;
-    return {data_of(rows), memory ? data_of(*memory) : nullptr, mean ? data_of(*mean) : nullptr, half,
-            mean.has_value(), kind, columns, float(scale), float(gain), most};
+    return {data_of(rows),
+            memory ? data_of(*memory) : nullptr,
+            mean ? data_of(*mean) : nullptr,
+            half,
+            mean.has_value(),
+            kind,
+            columns,
+            float(scale),
+            float(gain),
+            most};
 }
 
 size_t rows_of(const GivenSide& inputs, const GivenSide& outputs) {
@@ -78,8 +85,8 @@ void find_largest(uintptr_t keys, size_t n, size_t count, uintptr_t places) {
 void bind_rows(nb::module_& m) {
     m.def("join_rows", join, nb::arg("inputs"), nb::arg("outputs"), nb::arg("keep"), nb::arg("threads"),
           nb::arg("scores"));
-    m.def("take_rows", take, nb::arg("inputs"), nb::arg("outputs"), nb::arg("chosen"), nb::arg("n"),
-          nb::arg("threads"), nb::arg("taken"));
+    m.def("take_rows", take, nb::arg("inputs"), nb::arg("outputs"), nb::arg("chosen"), nb::arg("n"), nb::arg("threads"),
+          nb::arg("taken"));
     m.def("largest", find_largest, nb::arg("keys"), nb::arg("n"), nb::arg("count"), nb::arg("places"));
 }
 

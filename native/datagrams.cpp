@@ -42,7 +42,8 @@ constexpr int kTrainsAtOnce = kMostWorkers;
 bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS; }
 
 void set_one_buffer(int fd, int forced, int plain, int bytes) {
-    if (setsockopt(fd, SOL_SOCKET, forced, &bytes, sizeof bytes)) setsockopt(fd, SOL_SOCKET, plain, &bytes, sizeof bytes);
+    if (setsockopt(fd, SOL_SOCKET, forced, &bytes, sizeof bytes))
+        setsockopt(fd, SOL_SOCKET, plain, &bytes, sizeof bytes);
 }
 
 }  // namespace
@@ -57,7 +58,8 @@ sockaddr_in make_address(const std::string& ip, uint16_t port) {
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_port = htons(port);
-    if (inet_pton(AF_INET, ip.c_str(), &address.sin_addr) != 1) throw std::invalid_argument("not an IPv4 address: " + ip);
+    if (inet_pton(AF_INET, ip.c_str(), &address.sin_addr) != 1)
+        throw std::invalid_argument("not an IPv4 address: " + ip);
     return address;
 }
 
@@ -111,7 +113,8 @@ bool Datagrams::wait(double seconds, bool for_room) const {
 
 bool Datagrams::send_one(const void* data, size_t bytes, const sockaddr_in* to) {
     for (int tries = 0; tries < 2; tries++) {  // a first call may report that an earlier packet was refused
-        if (sendto(fd_, data, bytes, MSG_DONTWAIT, reinterpret_cast<const sockaddr*>(to), to ? sizeof *to : 0) >= 0) return true;
+        if (sendto(fd_, data, bytes, MSG_DONTWAIT, reinterpret_cast<const sockaddr*>(to), to ? sizeof *to : 0) >= 0)
+            return true;
         if (is_full(errno)) return false;
     }
     return false;
@@ -130,7 +133,8 @@ size_t Datagrams::send_messages(mmsghdr* messages, size_t count, int patience) {
         } else if (is_full(errno)) {
             pollfd p{fd_, POLLOUT, 0};
             if (!patience || poll(&p, 1, patience) <= 0) break;
-        } else if (messages[done].msg_hdr.msg_control && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE)) {
+        } else if (messages[done].msg_hdr.msg_control &&
+                   (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE)) {
             segments_ = false;
             break;
         } else {
@@ -155,8 +159,13 @@ size_t Datagrams::send_trains(const Train* trains, size_t count, int patience) {
         for (size_t i = 0; i < now; i++) {
             const Train& train = trains[at + i];
             msghdr& m = messages[i].msg_hdr;
-            m = {const_cast<sockaddr_in*>(train.to), train.to ? socklen_t(sizeof *train.to) : 0, train.pieces,
-                 train.packets * train.parts, nullptr, 0, 0};
+            m = {const_cast<sockaddr_in*>(train.to),
+                 train.to ? socklen_t(sizeof *train.to) : 0,
+                 train.pieces,
+                 train.packets * train.parts,
+                 nullptr,
+                 0,
+                 0};
             if (train.packets > 1) m.msg_control = control, m.msg_controllen = sizeof control;
         }
         size_t done = send_messages(messages, now, patience);
@@ -174,8 +183,13 @@ size_t Datagrams::send_packets(const Train* trains, size_t count, int patience) 
     for (size_t t = 0; t < count; t++) {
         const Train& train = trains[t];
         for (size_t i = 0; i < train.packets; i++)
-            messages[i].msg_hdr = {const_cast<sockaddr_in*>(train.to), train.to ? socklen_t(sizeof *train.to) : 0,
-                                   train.pieces + i * train.parts, train.parts, nullptr, 0, 0};
+            messages[i].msg_hdr = {const_cast<sockaddr_in*>(train.to),
+                                   train.to ? socklen_t(sizeof *train.to) : 0,
+                                   train.pieces + i * train.parts,
+                                   train.parts,
+                                   nullptr,
+                                   0,
+                                   0};
         size_t done = send_messages(messages, train.packets, patience);
         packets += done;
         if (done < train.packets) break;

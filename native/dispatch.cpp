@@ -23,8 +23,8 @@ bool supported(const Kernels* k) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-               __builtin_cpu_supports("avx512vnni") &&
-               __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2") &&
+               __builtin_cpu_supports("popcnt");
 #endif
     return k == &portable_kernels;
 }

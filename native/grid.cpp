@@ -53,7 +53,8 @@ bool grid_measure(const float* x, const double* first, const double* second, siz
         below[j] = size_t(to - x);
     }
     if (below[0] > above[0]) return false;  // NaNs, or zeros beside a cell of zero without width
-    const int64_t count = int64_t(n) + zeros, ends = int64_t(n - above[kFinest] + below[kFinest]), capacity = count / 16 + 16;
+    const int64_t count = int64_t(n) + zeros, ends = int64_t(n - above[kFinest] + below[kFinest]),
+                  capacity = count / 16 + 16;
     if (ends > capacity) return false;
     int64_t positive[kFinest], negative[kFinest], both[kFinest], rest = 0;
     double sum1[kFinest], sum2[kFinest], excess = 0;
@@ -69,7 +70,9 @@ bool grid_measure(const float* x, const double* first, const double* second, siz
             rest += both[j];
         }
     }
-    auto offset = [](double e, int64_t k) { return k ? int(std::min(std::max(std::nearbyint(256 * e / double(k)), -128.0), 127.0)) : 0; };
+    auto offset = [](double e, int64_t k) {
+        return k ? int(std::min(std::max(std::nearbyint(256 * e / double(k)), -128.0), 127.0)) : 0;
+    };
     out.offsets[0] = offset(sum1[0] / wide - double(both[0]), both[0]);
     out.offsets[1] = offset(excess, rest);
     double error = second[above[0]] - second[below[0]];

@@ -46,7 +46,8 @@ struct Vectors {
     }
 
     // The multiples of 16 entries from `first` on, those in the mask listed apart, and what is left of their u.
-    [[gnu::noinline]] Int take_out(Int multiples, Float& u, unsigned outside, uint64_t first, Outliers& outliers) const {
+    [[gnu::noinline]] Int take_out(Int multiples, Float& u, unsigned outside, uint64_t first,
+                                   Outliers& outliers) const {
         alignas(64) int32_t m[16];
         alignas(64) float x[16];
         _mm512_store_si512(m, multiples);

@@ -33,7 +33,8 @@ inline void grid_loop(const Grid& grid, const Stream& s, uint8_t* symbols, Outli
         for (int i = 0; i < n; i++) u[i] = Memory ? compensated(gradient[i], memory[i], g.decay) : gradient[i];
         for (int i = 0; i < n; i++) multiple[i] = grid_multiple<Stochastic>(g, u[i], s.first + start + i);
         uint32_t outside = 0;
-        for (int i = 0; i < n; i++) outside |= uint32_t(multiple[i] + g.largest > 2 * g.largest) | uint32_t(multiple[i] < -g.largest);
+        for (int i = 0; i < n; i++)
+            outside |= uint32_t(multiple[i] + g.largest > 2 * g.largest) | uint32_t(multiple[i] < -g.largest);
         if (outside)
             for (int i = 0; i < n; i++)
                 if (multiple[i] > g.largest || multiple[i] < -g.largest)
@@ -60,7 +61,8 @@ inline bool grid_finite(const Grid& g, const Stream& s) {
 // Where memory holds u of outliers, but should hold what is left of it.
 inline void settle(const Grid& g, const Stream& s, const Outliers& o, size_t from) {
     if (g.settle && s.memory_out)
-        for (size_t i = from; i < o.count; i++) s.memory_out[uint64_t(o.positions[i]) - s.first] -= g.beyond(o.multiples[i]);
+        for (size_t i = from; i < o.count; i++)
+            s.memory_out[uint64_t(o.positions[i]) - s.first] -= g.beyond(o.multiples[i]);
 }
 
 // In two passes: a chunk's symbols stay in the second-level cache.

@@ -56,8 +56,7 @@ void bloom_build(const uint32_t* bitmap, size_t groups, uint32_t* index, uint32_
 namespace {
 
 template <int Lanes>
-void add_blocks(const SketchShape& shape, const int64_t* positions, const int32_t* values, size_t n,
-                uint32_t* sketch) {
+void add_blocks(const SketchShape& shape, const int64_t* positions, const int32_t* values, size_t n, uint32_t* sketch) {
     constexpr int kLog = Lanes == 1 ? 0 : Lanes == 4 ? 2 : 4;
     uint32_t block[kHashBlock], word[kHashBlock][Lanes];
     Cells cells;
@@ -88,8 +87,9 @@ void add_blocks(const SketchShape& shape, const int64_t* positions, const int32_
 
 void sketch_words(const SketchShape& shape, const int64_t* positions, const int32_t* values, size_t n,
                   uint32_t* sketch) {
-    (shape.lanes == 1 ? add_blocks<1> : shape.lanes == 4 ? add_blocks<4> : add_blocks<16>)(shape, positions, values, n,
-                                                                                        sketch);
+    (shape.lanes == 1   ? add_blocks<1>
+     : shape.lanes == 4 ? add_blocks<4>
+                        : add_blocks<16>)(shape, positions, values, n, sketch);
 }
 
 size_t align_words(const uint32_t* bitmap, size_t words, int lanes_log, const int64_t* own, const int32_t* own_values,

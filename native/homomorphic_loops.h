@@ -107,8 +107,8 @@ inline void fixed_loop(const FixedGrid& grid, const Stream& s, int64_t* position
     }
 }
 
-[[maybe_unused, gnu::noinline]] void fixed_any(const FixedGrid& g, const Stream& s, int64_t* positions,
-                                               int32_t* values, FixedResult& result) {
+[[maybe_unused, gnu::noinline]] void fixed_any(const FixedGrid& g, const Stream& s, int64_t* positions, int32_t* values,
+                                               FixedResult& result) {
     if (g.stochastic)
         s.memory ? fixed_loop<true, true>(g, s, positions, values, result)
                  : fixed_loop<false, true>(g, s, positions, values, result);

@@ -36,8 +36,12 @@ struct Stream {
     bool far = false;
 
     Stream part(size_t start, size_t n) const {
-        return {gradient + start, memory ? memory + start : nullptr, memory_out ? memory_out + start : nullptr, n,
-                first + start, far};
+        return {gradient + start,
+                memory ? memory + start : nullptr,
+                memory_out ? memory_out + start : nullptr,
+                n,
+                first + start,
+                far};
     }
 
     bool streams() const { return far && (reinterpret_cast<uintptr_t>(memory_out) & 63) == 0; }
@@ -97,13 +101,13 @@ extern const Kernels portable_kernels;
 extern const Kernels avx2_kernels, avx512_kernels;
 #endif
 
-const Kernels& kernels();                // the ones in use
-bool use_kernels(const char* name);      // false if this machine lacks them
+const Kernels& kernels();  // the ones in use
+bool use_kernels(const char* name);  // false if this machine lacks them
 const char* const* available_kernels();  // null-terminated, best last
 
 // Of portable_x, avx2_x and avx512_x the one that goes with kernels(); elsewhere than on x86 there is only the first.
 #ifdef GRADWIRE_X86
-#define GRADWIRE_IN_USE(x) \
+#define GRADWIRE_IN_USE(x)                                                                                             \
     (&kernels() == &avx512_kernels ? avx512_##x : &kernels() == &avx2_kernels ? avx2_##x : portable_##x)
 #else
 #define GRADWIRE_IN_USE(x) portable_##x

@@ -33,7 +33,8 @@ struct Keys {
     uint32_t key1, key2;
 
     Keys(uint64_t first, uint64_t seed)
-        : key1(mix(uint32_t(seed) ^ 0x9e3779b9u ^ mix(uint32_t(first >> 32)))), key2(mix(key1 ^ uint32_t(seed >> 32))) {}
+        : key1(mix(uint32_t(seed) ^ 0x9e3779b9u ^ mix(uint32_t(first >> 32)))), key2(mix(key1 ^ uint32_t(seed >> 32))) {
+    }
     GRADWIRE_INLINE __m512 uniform(__m512i index) const {
         __m512i x = mix_lanes(_mm512_xor_si512(index, _mm512_set1_epi32(int(key1))));
         x = mix_lanes(_mm512_add_epi32(x, _mm512_set1_epi32(int(key2))));
@@ -114,7 +115,8 @@ void assign(const Stream& s, float decay, Buckets b, const float* values, int le
     if (levels > 32 || first >> 32 != last >> 32)
         return assign_loop(s, decay, b, values, levels, stochastic, seed, symbols, counts);
     const int searched = stochastic ? levels - 2 : levels - 1;  // thresholds stand from 1 on
-    const AssignRange range = stochastic ? range_of<true>(searched, levels > 16) : range_of<false>(searched, levels > 16);
+    const AssignRange range = stochastic ? range_of<true>(searched, levels > 16)
+                                         : range_of<false>(searched, levels > 16);
     for (size_t k = 0; k < b.count; k++, values += levels) {
         float v[32] = {}, t[32];
         for (int j = 0; j < levels; j++) v[j] = values[j];

@@ -282,8 +282,8 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
     counts[0] += rest;
 }
 
-[[maybe_unused]] inline void assign_loop(const Stream& s, float decay, Buckets b, const float* values, int levels, bool stochastic,
-                        uint64_t seed, uint8_t* symbols, int64_t* counts) {
+[[maybe_unused]] inline void assign_loop(const Stream& s, float decay, Buckets b, const float* values, int levels,
+                                         bool stochastic, uint64_t seed, uint8_t* symbols, int64_t* counts) {
     Block k;
     float v[kMaxLevels], middles[kMaxLevels];  // copies: stores to `symbols` could otherwise change them
     for (size_t bucket = 0; bucket < b.count; bucket++, values += levels) {
@@ -314,7 +314,7 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
 }
 
 [[maybe_unused]] inline void spread_loop(const uint8_t* symbols, Buckets b, const float* values, int levels, float* out,
-                        bool accumulate) {
+                                         bool accumulate) {
     float v[256] = {};  // any symbol finds a number
     for (size_t bucket = 0; bucket < b.count; bucket++, values += levels) {
         for (int j = 0; j < levels; j++) v[j] = values[j];
@@ -326,9 +326,9 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
     }
 }
 
-#define GRADWIRE_LEVEL_KERNELS(assign, spread)                                                           \
-    {stats_loop,    assign,          spread,              load_loop,    extremes_loop, sum_between_loop, \
-     count_to_loop, largest_to_loop, smallest_above_loop, cheapest_loop}
+#define GRADWIRE_LEVEL_KERNELS(assign, spread)                                                                         \
+    {stats_loop,       assign,        spread,          load_loop,           extremes_loop,                             \
+     sum_between_loop, count_to_loop, largest_to_loop, smallest_above_loop, cheapest_loop}
 
 }  // namespace
 }  // namespace gradwire

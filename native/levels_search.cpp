@@ -195,7 +195,8 @@ float bingrad_pair(const Bucket& t) {
 
 }  // namespace
 
-void search_levels(const Stream& s, float decay, Buckets b, const float* limits, int levels, Search method, float* out) {
+void search_levels(const Stream& s, float decay, Buckets b, const float* limits, int levels, Search method,
+                   float* out) {
     const LevelKernels& kernels = level_kernels();
     Bucket t;
     const bool pair = method == Search::pair;

@@ -14,7 +14,7 @@ Coded quantize_rans(const Quantizer& q, const Stream& s, const RansTable& t, int
 
 }  // namespace
 
-const Kernels portable_kernels = {"portable", absmax_bits_loop, quantize_any, squared_error_loop, rans_encode_any, quantize_rans,
-                                  rans_decode_any};
+const Kernels portable_kernels = {"portable",      absmax_bits_loop, quantize_any,   squared_error_loop,
+                                  rans_encode_any, quantize_rans,    rans_decode_any};
 
 }  // namespace gradwire

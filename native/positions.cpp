@@ -11,7 +11,7 @@ namespace gradwire {
 namespace {
 
 class BitWriter {
-public:
+  public:
     explicit BitWriter(uint8_t* out) : p_(out) {}
 
     void put(uint64_t bits, int n) {  // n <= 56; writes up to 8 bytes
@@ -25,14 +25,14 @@ public:
     }
     uint8_t* end() const { return p_ + (filled_ > 0); }
 
-private:
+  private:
     uint8_t* p_;
     uint64_t buffer_ = 0;
     int filled_ = 0;
 };
 
 class BitReader {
-public:
+  public:
     BitReader(const uint8_t* data, size_t length) : data_(data), length_(length), bits_(8 * uint64_t(length)) {}
 
     uint64_t at = 0;  // may pass the end, where there are zeros; `good` says
@@ -51,7 +51,7 @@ public:
     size_t bytes() const { return size_t((at + 7) >> 3); }
     bool padded() const { return !(at & 7) || !(data_[at >> 3] >> (at & 7)); }
 
-private:
+  private:
     const uint8_t* data_;
     uint64_t length_, bits_;
 };

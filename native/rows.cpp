@@ -34,10 +34,10 @@ struct Use : Side {
     size_t row_bytes, memory_bytes;
 
     explicit Use(const Side& side)
-        : Side(side),
-          loops(GRADWIRE_IN_USE(rows).of[half_rows][remembers][centred]),
-          row_bytes(columns * (half_rows ? 2 : 4)),
-          memory_bytes(columns * (remembers == kNoMemory ? 0 : remembers == kHalfMemory ? 2 : 4)) {}
+        : Side(side), loops(GRADWIRE_IN_USE(rows).of[half_rows][remembers][centred]),
+          row_bytes(columns * (half_rows ? 2 : 4)), memory_bytes(columns * (remembers == kNoMemory     ? 0
+                                                                            : remembers == kHalfMemory ? 2
+                                                                                                       : 4)) {}
 
     const void* row(size_t j) const { return static_cast<const char*>(rows) + j * row_bytes; }
     void* slot(size_t j) const { return static_cast<char*>(memory) + j * memory_bytes; }

@@ -244,11 +244,9 @@ struct DecodeTables {
           above2([&](int i) { return present.before[i + 2] ^ (Coarse ? 128 : 0); }),
           above1([&](int i) { return present.before[i + 1] ^ (Coarse ? 128 : 0); }),
           frequency([&](int i) { return t.frequency[present.symbol[i]]; }),
-          start([&](int i) { return t.start[present.symbol[i]]; }),
-          symbols([&](int i) { return present.symbol[i]; }),
+          start([&](int i) { return t.start[present.symbol[i]]; }), symbols([&](int i) { return present.symbol[i]; }),
           values([&](int i) { return value ? as_bits(value[present.symbol[i]]) : 0; }),
-          slot_mask(_mm256_set1_epi32((1 << t.precision) - 1)),
-          shift(_mm_cvtsi32_si128(t.precision)) {}
+          slot_mask(_mm256_set1_epi32((1 << t.precision) - 1)), shift(_mm_cvtsi32_si128(t.precision)) {}
 
     // One group: the numbers of its symbols, packed; its states become f * (x >> k) + slot - start.
     template <int N>
@@ -363,8 +361,8 @@ bool rans_decode(const RansTable& t, const Chunk* chunks, size_t n, int lanes, S
 
 }  // namespace
 
-const Kernels avx2_kernels = {"avx2", absmax_bits_loop, quantize_any, squared_error_loop, rans_encode, quantize_rans,
-                              rans_decode};
+const Kernels avx2_kernels = {"avx2",      absmax_bits_loop, quantize_any, squared_error_loop,
+                              rans_encode, quantize_rans,    rans_decode};
 
 }  // namespace gradwire
 #endif

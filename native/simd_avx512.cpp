@@ -119,7 +119,8 @@ Coded fp4_chunk(const Quantizer& q, const Stream& stream, const RansTable& table
 
 template <int V, bool Twice>
 Coded fp4_chunk_of(const Quantizer& q, const Stream& s, const RansTable& t, uint8_t* out) {
-    if (s.memory) return (s.memory_out ? fp4_chunk<V, Twice, true, true> : fp4_chunk<V, Twice, true, false>)(q, s, t, out);
+    if (s.memory)
+        return (s.memory_out ? fp4_chunk<V, Twice, true, true> : fp4_chunk<V, Twice, true, false>)(q, s, t, out);
     return (s.memory_out ? fp4_chunk<V, Twice, false, true> : fp4_chunk<V, Twice, false, false>)(q, s, t, out);
 }
 
@@ -209,7 +210,8 @@ struct DecodeTables {
         Int at = _mm512_maskz_set1_epi16(_mm512_cmpge_epu16_mask(slots, above[0]), 8);
         for (int i = 1; i < 4; i++) {
             Int start = _mm512_permutexvar_epi16(at, above[i]);
-            at = _mm512_mask_add_epi16(at, _mm512_cmpge_epu16_mask(slots, start), at, _mm512_set1_epi16(int16_t(8 >> i)));
+            at = _mm512_mask_add_epi16(at, _mm512_cmpge_epu16_mask(slots, start), at,
+                                       _mm512_set1_epi16(int16_t(8 >> i)));
         }
         return at;
     }
@@ -241,7 +243,8 @@ struct Reader {
         size_t n = size_t(_mm_popcnt_u64(mask));
         if (size_t(end - begin) < n) return false;
         end -= n;
-        Int bytes = limit - end >= 64 ? _mm512_loadu_si512(end) : _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, unsigned(n)), end);
+        Int bytes = limit - end >= 64 ? _mm512_loadu_si512(end)
+                                      : _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, unsigned(n)), end);
         bytes = _mm512_maskz_expand_epi8(mask, bytes);
         for (int v = 0; v < V; v++)
             x[v] = _mm512_or_si512(_mm512_mask_slli_epi32(x[v], m[v], x[v], 8), spread(bytes, place[v]));
@@ -352,7 +355,8 @@ bool decode_chunks(const RansTable& table, const Chunk* chunks, size_t n) {
     const DecodeTables<V, Coarse> t(table, chunks[0].target.values);
     size_t i = 0;
     bool good = true;
-    for (; good && n - i >= kTogether; i += kTogether) good = decode_together<V, S, Coarse, kTogether>(table, t, chunks + i);
+    for (; good && n - i >= kTogether; i += kTogether)
+        good = decode_together<V, S, Coarse, kTogether>(table, t, chunks + i);
     if (kTogether > 2 && good && n - i >= 2) {
         good = decode_together<V, S, Coarse, 2>(table, t, chunks + i);
         i += 2;
@@ -395,13 +399,15 @@ uint32_t absmax_bits(const float* x, size_t n) {
         a = _mm512_max_epu32(a, _mm512_and_si512(magnitude, _mm512_loadu_si512(x + i)));
         b = _mm512_max_epu32(b, _mm512_and_si512(magnitude, _mm512_loadu_si512(x + half + i)));
     }
-    uint32_t rest = absmax_bits_loop(x + 2 * half, n - 2 * half), most = _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
+    uint32_t rest = absmax_bits_loop(x + 2 * half, n - 2 * half),
+             most = _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
     return rest > most ? rest : most;
 }
 
 }  // namespace
 
-const Kernels avx512_kernels = {"avx512", absmax_bits, quantize_any, squared_error_loop, rans_encode, quantize_rans, rans_decode};
+const Kernels avx512_kernels = {"avx512",    absmax_bits,   quantize_any, squared_error_loop,
+                                rans_encode, quantize_rans, rans_decode};
 
 }  // namespace gradwire
 #endif

@@ -28,12 +28,24 @@ struct SipState {
         : v0(k0 ^ 0x736f6d6570736575ull), v1(k1 ^ 0x646f72616e646f6dull), v2(k0 ^ 0x6c7967656e657261ull),
           v3(k1 ^ 0x7465646279746573ull) {}
     template <int bits>
-    static Word rotate(Word x) { return (x << bits) | (x >> (64 - bits)); }
+    static Word rotate(Word x) {
+        return (x << bits) | (x >> (64 - bits));
+    }
     void round() {
-        v0 += v1; v1 = rotate<13>(v1); v1 ^= v0; v0 = rotate<32>(v0);
-        v2 += v3; v3 = rotate<16>(v3); v3 ^= v2;
-        v0 += v3; v3 = rotate<21>(v3); v3 ^= v0;
-        v2 += v1; v1 = rotate<17>(v1); v1 ^= v2; v2 = rotate<32>(v2);
+        v0 += v1;
+        v1 = rotate<13>(v1);
+        v1 ^= v0;
+        v0 = rotate<32>(v0);
+        v2 += v3;
+        v3 = rotate<16>(v3);
+        v3 ^= v2;
+        v0 += v3;
+        v3 = rotate<21>(v3);
+        v3 ^= v0;
+        v2 += v1;
+        v1 = rotate<17>(v1);
+        v1 ^= v2;
+        v2 = rotate<32>(v2);
     }
     void take(Word word) {
         v3 ^= word;
@@ -44,13 +56,17 @@ struct SipState {
     Word finish(uint64_t bytes) {  // of a message whose length is a multiple of 8: otherwise its rest goes in here, too
         take(Word{} + (bytes << 56));
         v2 ^= Word{} + 0xff;
-        round(); round(); round(); round();
+        round();
+        round();
+        round();
+        round();
         return v0 ^ v1 ^ v2 ^ v3;
     }
 };
 
 // Of `head` followed by `body`; the head's length is a multiple of 8.
-inline uint64_t siphash(const SipKey& key, const uint8_t* head, size_t head_bytes, const uint8_t* body, size_t body_bytes) {
+inline uint64_t siphash(const SipKey& key, const uint8_t* head, size_t head_bytes, const uint8_t* body,
+                        size_t body_bytes) {
     SipState<uint64_t> state(key.k0, key.k1);
     uint64_t word;
     for (size_t i = 0; i < head_bytes; i += 8) std::memcpy(&word, head + i, 8), state.take(word);

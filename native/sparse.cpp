@@ -105,8 +105,7 @@ size_t gather(const Stream& s, float decay, bool two_sided, Candidates* sides) {
         if (found.done < n) return start + found.done;
         if (!found.count) continue;
         if (two_sided)
-            for (int i = 0; i < 2; i++)
-                append_of_sign(sides[i], uint32_t(i), start, index, value, found.count);
+            for (int i = 0; i < 2; i++) append_of_sign(sides[i], uint32_t(i), start, index, value, found.count);
         else
             append(sides[0], start, index, value, found.count);
         for (int i = 0; i <= int(two_sided); i++)
@@ -156,7 +155,9 @@ void Candidates::prune() {
     }
     inside.pop_back();
     const size_t places = wanted - buckets.above;
-    const auto first = [](const Inside& a, const Inside& b) { return a.bits != b.bits ? a.bits > b.bits : a.at < b.at; };
+    const auto first = [](const Inside& a, const Inside& b) {
+        return a.bits != b.bits ? a.bits > b.bits : a.at < b.at;
+    };
     std::nth_element(inside.begin(), inside.begin() + (places - 1), inside.end(), first);
     least_kept = inside[places - 1].bits;
     low = least_kept + 1;  // later equals are too late

@@ -47,12 +47,12 @@ Found avx512_scan(const Stream& s, float decay, Lows low, uint32_t* index, float
 // An array that grows, and does not touch memory before it is used.
 template <class T>
 class Buffer {
-public:
+  public:
     T* data() const { return data_.get(); }
     size_t room() const { return room_; }
     void reserve(size_t used, size_t room);
 
-private:
+  private:
     std::unique_ptr<T[]> data_;
     size_t room_ = 0;
 };
@@ -72,7 +72,8 @@ struct Candidates {
 
 constexpr size_t kAll = ~size_t(0);
 
-Candidates* scratch();  // two of this thread's, whose memory is kept: fresh pages cost more than what is written to them
+Candidates*
+scratch();  // two of this thread's, whose memory is kept: fresh pages cost more than what is written to them
 
 // The `wanted` largest magnitudes (kAll: all) from `low` on, of all entries (sides[0]), or of the positive (sides[0])
 // and the negative ones (sides[1]). Returns how many entries were written to memory_out: all of them, or those

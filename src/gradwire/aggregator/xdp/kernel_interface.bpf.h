@@ -21,15 +21,15 @@ struct bpf_spin_lock { // the name tells the verifier what it is
     u32 value;
 };
 
-static void *(*map_lookup)(void *map, const void *key) = (void *)1;
-static u64 (*ktime_ns)(void) = (void *)5;
-static long (*redirect_map)(void *map, u64 key, u64 flags) = (void *)51;
-static void (*spin_lock)(struct bpf_spin_lock *) = (void *)93;
-static void (*spin_unlock)(struct bpf_spin_lock *) = (void *)94;
+static void* (*map_lookup)(void* map, const void* key) = (void*)1;
+static u64 (*ktime_ns)(void) = (void*)5;
+static long (*redirect_map)(void* map, u64 key, u64 flags) = (void*)51;
+static void (*spin_lock)(struct bpf_spin_lock*) = (void*)93;
+static void (*spin_unlock)(struct bpf_spin_lock*) = (void*)94;
 
 // A map as libbpf reads it from the types of a struct's fields.
-#define NUMBER(name, value) int(*name)[value]
-#define TYPE(name, value) value *name
+#define NUMBER(name, value) int (*name)[value]
+#define TYPE(name, value) value* name
 
 // On Ethernet and in IP the high byte comes first; this program runs on machines where the low one does.
 #define HIGH_FIRST(x) ((u16)__builtin_bswap16(x))

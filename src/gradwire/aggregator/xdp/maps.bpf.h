@@ -41,19 +41,61 @@ struct listener {
     u64 unknown_at;
 };
 
-enum counter { PACKETS, RESULTS, RESENT, DUPLICATES, OLD, FORGED, MALFORMED, UNKNOWN, CONTROL, BYTES_IN, BYTES_OUT, COUNTERS };
+enum counter {
+    PACKETS,
+    RESULTS,
+    RESENT,
+    DUPLICATES,
+    OLD,
+    FORGED,
+    MALFORMED,
+    UNKNOWN,
+    CONTROL,
+    BYTES_IN,
+    BYTES_OUT,
+    COUNTERS
+};
 
-struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 1); TYPE(key, u32); TYPE(value, struct listener); }
-    listeners SECTION(".maps");
-struct { NUMBER(type, MAP_HASH); NUMBER(max_entries, SESSIONS); TYPE(key, u32); TYPE(value, u32); }
-    numbers SECTION(".maps");
-struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, SESSIONS); TYPE(key, u32); TYPE(value, struct session); }
-    sessions SECTION(".maps");
-struct { NUMBER(type, MAP_ARRAY); NUMBER(max_entries, 2 * SLOTS); TYPE(key, u32); TYPE(value, struct bank); }
-    banks SECTION(".maps");
-struct { NUMBER(type, MAP_PERCPU_ARRAY); NUMBER(max_entries, COUNTERS); TYPE(key, u32); TYPE(value, u64); }
-    counts SECTION(".maps");
+struct {
+    NUMBER(type, MAP_ARRAY);
+    NUMBER(max_entries, 1);
+    TYPE(key, u32);
+    TYPE(value, struct listener);
+} listeners SECTION(".maps");
+struct {
+    NUMBER(type, MAP_HASH);
+    NUMBER(max_entries, SESSIONS);
+    TYPE(key, u32);
+    TYPE(value, u32);
+} numbers SECTION(".maps");
+struct {
+    NUMBER(type, MAP_ARRAY);
+    NUMBER(max_entries, SESSIONS);
+    TYPE(key, u32);
+    TYPE(value, struct session);
+} sessions SECTION(".maps");
+struct {
+    NUMBER(type, MAP_ARRAY);
+    NUMBER(max_entries, 2 * SLOTS);
+    TYPE(key, u32);
+    TYPE(value, struct bank);
+} banks SECTION(".maps");
+struct {
+    NUMBER(type, MAP_PERCPU_ARRAY);
+    NUMBER(max_entries, COUNTERS);
+    TYPE(key, u32);
+    TYPE(value, u64);
+} counts SECTION(".maps");
 
-struct workers_map { NUMBER(type, MAP_DEVMAP); NUMBER(max_entries, WORKERS); NUMBER(key_size, 4); NUMBER(value_size, 8); };
-struct { NUMBER(type, MAP_ARRAY_OF_MAPS); NUMBER(max_entries, SESSIONS); NUMBER(key_size, 4);
-         struct workers_map *values[]; } broadcasts SECTION(".maps");
+struct workers_map {
+    NUMBER(type, MAP_DEVMAP);
+    NUMBER(max_entries, WORKERS);
+    NUMBER(key_size, 4);
+    NUMBER(value_size, 8);
+};
+struct {
+    NUMBER(type, MAP_ARRAY_OF_MAPS);
+    NUMBER(max_entries, SESSIONS);
+    NUMBER(key_size, 4);
+    struct workers_map* values[];
+} broadcasts SECTION(".maps");
