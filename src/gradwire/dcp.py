@@ -28,15 +28,16 @@ from gradwire.errors import CheckpointError
 FORMAT = "gradwire shard 1"
 
 
-class Handle(Protocol):
-    """What attach returns, or anything else with a state."""
+class HasAllRanks(Protocol):
+    """What `attach` returns, or any other object that can give the states of all ranks."""
 
     @property
-    def all_ranks(self) -> AllRanks: ...
+    def all_ranks(self) -> AllRanks:
+        """The states of all ranks in one."""
 
 
-def shard(handle: Handle) -> dict[str, Any]:
-    """This rank's part, for the state dict that `dcp.save` gets. All ranks must call it."""
+def shard(handle: HasAllRanks) -> dict[str, Any]:
+    """Return this rank's part of the state dict that `dcp.save` gets. All ranks must call it."""
     ranks = handle.all_ranks
     kept: dict[str, Any] = {}
     note: dict[str, Any] = {
@@ -57,7 +58,7 @@ def shard(handle: Handle) -> dict[str, Any]:
 
 
 def load(
-    handle: Handle,
+    handle: HasAllRanks,
     checkpoint_id: str | os.PathLike[str] | None = None,
     *,
     key: str = "gradwire",
@@ -89,10 +90,10 @@ class _Saved:
     def __init__(
         self, key: str, checkpoint_id: str | os.PathLike[str] | None, reader: Any, group: dist.ProcessGroup | None
     ):
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         if reader is None and checkpoint_id is not None:
-            reader = dcp.FileSystemReader(checkpoint_id)
+            reader = FileSystemReader(checkpoint_id)
         if reader is None:
             raise CheckpointError("load needs the checkpoint's folder, or a storage_reader")
         self.reader = reader
@@ -184,11 +185,12 @@ class _Saved:
         return tensors
 
     def _read(self, flat: dict[str, Any]) -> dict[str, Any]:
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
         try:
-            dcp.load(flat, storage_reader=self.reader, process_group=self.group)
-        except (Exception, dcp.CheckpointException) as error:  # of any storage; DCP's own is no Exception
+            load_state_dict(flat, storage_reader=self.reader, process_group=self.group)
+        except (Exception, CheckpointException) as error:  # of any storage; DCP's own is no Exception
             raise CheckpointError(f"{self.name} is damaged or incomplete: load another one") from error
         return flat
 

@@ -15,7 +15,7 @@ from scipy import integrate, optimize
 from gradwire.compress import huffman
 from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection.code_lengths import symbol_masses
-from gradwire.inspection.goodness import Model
+from gradwire.inspection.goodness import CentredGenNorm
 from gradwire.models import gennorm_cells, gennorm_moments
 
 FP4, FP8 = PRESETS["fp4"], PRESETS["fp8"]
@@ -36,22 +36,22 @@ FP8_TABLE = [  # β, entropy, Huffman from GenNorm, Huffman from a Normal model
 
 
 def masses(fmt: Format, beta: float) -> np.ndarray:
-    return symbol_masses(fmt, Model(beta, 1.0), gennorm_cells.best_step(fmt, beta))
+    return symbol_masses(fmt, CentredGenNorm(beta, 1.0), gennorm_cells.best_step(fmt, beta))
 
 
 def entropy(p: np.ndarray) -> float:
     return float(-(p[p > 0] @ np.log2(p[p > 0])))
 
 
-def huffman_bits(fmt: Format, beta: float, model: Model) -> float:
+def huffman_bits(fmt: Format, beta: float, model: CentredGenNorm) -> float:
     """Bits per entry of a GenNorm(β) source in the Huffman code of a model."""
     frequencies = np.maximum(1, np.rint(symbol_masses(fmt, model, gennorm_cells.best_step(fmt, beta)) * 2**40))
     return float(masses(fmt, beta) @ huffman.code_lengths(frequencies.astype(np.int64)))
 
 
-def normal_model(beta: float) -> Model:
+def normal_model(beta: float) -> CentredGenNorm:
     """The Normal distribution with the variance of GenNorm(β, 1)."""
-    return Model(2.0, math.sqrt(gennorm_moments.mean_square(beta) / gennorm_moments.mean_square(2)))
+    return CentredGenNorm(2.0, math.sqrt(gennorm_moments.mean_square(beta) / gennorm_moments.mean_square(2)))
 
 
 def close(expected: float) -> object:
@@ -68,7 +68,7 @@ def test_fp4(row: tuple[float, ...]) -> None:
         assert 1 / step == close(scale)
     assert gennorm_cells.nmse(FP4, beta, step) == close(error)
     assert entropy(masses(FP4, beta)) == close(bits)
-    assert huffman_bits(FP4, beta, Model(beta, 1.0)) == close(from_gennorm)
+    assert huffman_bits(FP4, beta, CentredGenNorm(beta, 1.0)) == close(from_gennorm)
     assert huffman_bits(FP4, beta, normal_model(beta)) == close(from_normal)
 
 
@@ -76,7 +76,7 @@ def test_fp4(row: tuple[float, ...]) -> None:
 def test_fp8(beta: float, bits: float, from_gennorm: float, from_normal: float) -> None:
     assert round(gennorm_cells.nmse(FP8, beta, gennorm_cells.best_step(FP8, beta)), 4) == 0.0028
     assert entropy(masses(FP8, beta)) == close(bits)
-    assert huffman_bits(FP8, beta, Model(beta, 1.0)) == close(from_gennorm)
+    assert huffman_bits(FP8, beta, CentredGenNorm(beta, 1.0)) == close(from_gennorm)
     assert huffman_bits(FP8, beta, normal_model(beta)) == close(from_normal)
 
 

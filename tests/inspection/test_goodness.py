@@ -11,7 +11,7 @@ from scipy import stats
 from gradwire import compress
 from gradwire.float_formats import PRESETS
 from gradwire.inspection import code_lengths, goodness
-from gradwire.inspection.goodness import Model
+from gradwire.inspection.goodness import CentredGenNorm
 
 BETAS = [0.1, 0.15, 0.3, 0.7, 1.0, 1.5, 2.0, 4.0]
 FP4 = PRESETS["fp4"]
@@ -23,7 +23,7 @@ def sample(beta: float, count: int, scale: float = 1.0, seed: int = 0) -> np.nda
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_model_is_scipys(beta: float) -> None:
-    model, oracle = Model(beta, 0.7), stats.gennorm(beta, scale=0.7)
+    model, oracle = CentredGenNorm(beta, 0.7), stats.gennorm(beta, scale=0.7)
     u = (np.arange(20_000) + 0.5) / 20_000
     quantiles = model.quantile(u)
     np.testing.assert_allclose(quantiles, oracle.ppf(u), rtol=1e-9)
@@ -36,7 +36,7 @@ def test_model_is_scipys(beta: float) -> None:
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 4.0])
 def test_quantiles_far_out(beta: float) -> None:
-    model = Model(beta, 1.0)
+    model = CentredGenNorm(beta, 1.0)
     u = np.array([1e-9, 0.5 - 1e-9, 0.5, 0.5 + 1e-9, 1 - 1e-9])
     np.testing.assert_allclose(model.cdf(model.quantile(u)), u, rtol=0, atol=1e-14)
     assert model.quantile(u)[2] == 0
@@ -57,7 +57,7 @@ def test_distances_are_scipys(count: int, family: str) -> None:
 
 def test_w2_between_normals_is_the_difference_of_deviations() -> None:
     u = (np.arange(100_000) + 0.5) / 100_000
-    narrow, wide = Model(2.0, math.sqrt(2)), Model(2.0, 3 * math.sqrt(2))
+    narrow, wide = CentredGenNorm(2.0, math.sqrt(2)), CentredGenNorm(2.0, 3 * math.sqrt(2))
     assert goodness.wasserstein2(narrow.quantile(u), wide) == pytest.approx(2, rel=1e-3)
     assert goodness.wasserstein2(narrow.quantile(u) + 0.3, narrow) == pytest.approx(0.3, rel=1e-9)
 
@@ -106,7 +106,7 @@ def test_standardise() -> None:
 @pytest.mark.parametrize("beta", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("name", ["fp4", "fp8"])
 def test_symbol_masses_are_differences_of_the_cdf(beta: float, name: str) -> None:
-    fmt, model, step = PRESETS[name], Model(beta, 0.2), 0.3
+    fmt, model, step = PRESETS[name], CentredGenNorm(beta, 0.2), 0.3
     levels = fmt.levels * step
     edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
     expected = np.diff(stats.gennorm.cdf(edges, beta, scale=0.2))

@@ -34,7 +34,7 @@ ENOUGH = 0.975  # of the budget
 
 @dataclass
 class Layer:
-    """Tensors that share a frame, and what a bit buys in them."""
+    """Tensors that share a frame, and how much one more bit lowers their squared error."""
 
     names: list[str]
     tensor: torch.Tensor
@@ -43,6 +43,7 @@ class Layer:
     rates: np.ndarray  # bits an entry where the curve has these slopes, ascending
 
     def rate(self, slope: float) -> float:
+        """Return the bits an entry at which one more bit lowers the squared error by `slope`."""
         if not len(self.slopes) or slope >= self.slopes[0]:
             return LEAST_RATE
         if slope < self.slopes[-1]:
@@ -51,6 +52,7 @@ class Layer:
         return min(max(bits + 8 * SIDE / self.tensor.numel(), LEAST_RATE), MOST_RATE)
 
     def frame_bytes(self, codec: Codec) -> int:
+        """Encode the layer with this codec and return the length of the frame in bytes."""
         out = torch.empty(codec.max_frame_bytes(self.tensor) + 12 * len(self.segments), dtype=torch.uint8)
         return codec.encode_into(self.tensor, out, segments=self.segments)
 
@@ -123,10 +125,13 @@ def _layer(names: list[str], tensor: torch.Tensor, segments: tuple[int, ...]) ->
     flat = tensor.reshape(-1).float().cpu().contiguous()
     scale = 1.0
     if segments:  # each has its own step, in units of its root mean square
-        norms = [part.double().square().mean().sqrt().float() for part in flat.split(segments)]
+        norms = [part.double().square().mean().sqrt().float() for part in flat.split_with_sizes(list(segments))]
         scale = float(flat.double().square().mean())
         flat = torch.cat(
-            [part / norm if norm else part for part, norm in zip(flat.split(segments), norms, strict=True)]
+            [
+                part / norm if norm else part
+                for part, norm in zip(flat.split_with_sizes(list(segments)), norms, strict=True)
+            ]
         )
     sample = kernels.sample(flat, None, 0.0).numpy()
     points = sorted(_points(Curve(sample))) if sample.any() else []

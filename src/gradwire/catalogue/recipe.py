@@ -34,6 +34,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
+        """The name of the recipe, without parameters."""
         return self.entry.name
 
     @property

@@ -16,6 +16,8 @@ Parser = Callable[[str], str | float]
 
 @dataclass(frozen=True)
 class Parameter:
+    """A parameter of a recipe: its default as text, and the function that reads its text."""
+
     default: str
     parse: Parser
     of_corrector: bool = False  # for the training around the codec: no part of the codec's own spec
@@ -45,10 +47,12 @@ class Entry:
         return values
 
     def spell(self, values: Values) -> str:
+        """Write the spec with these values, in the order of the parameters."""
         text = ",".join(f"{key}={value}" for key, value in values.items())
         return f"{self.name}:{text}" if text else self.name
 
     def codec(self, values: Values) -> Codec:
+        """Build the codec; its own spec leaves out the parameters of the training around it."""
         own = {key: values[key] for key, p in self.parameters.items() if not p.of_corrector}
         return Codec(self.spell(own), self.build(values))
 
@@ -71,6 +75,8 @@ def split(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
+    """Return a parser of numbers from `low` to `high`."""
+
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -84,6 +90,8 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def whole(low: int, high: int, step: int = 1) -> Callable[[str], float]:
+    """Return a parser of the whole numbers low, low + step, … up to high."""
+
     def parse(text: str) -> float:
         if not text.isdecimal() or int(text) not in range(low, high + 1, step):
             every = "" if step == 1 else f", in steps of {step}"
@@ -94,6 +102,7 @@ def whole(low: int, high: int, step: int = 1) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
+    """Parse a number between 0 and 1, exclusive."""
     try:
         value = float(text)
     except ValueError:
@@ -104,6 +113,8 @@ def share(text: str) -> float:
 
 
 def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a parser that accepts these words only."""
+
     def parse(text: str) -> str:
         if text not in allowed:
             raise unknown_name("value", text, allowed)
@@ -113,6 +124,8 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def word_or(word: str, parse: Parser) -> Parser:
+    """Return a parser that accepts one word, and otherwise what `parse` accepts."""
+
     def parse_other(text: str) -> str | float:
         if text == word:
             return word
@@ -125,6 +138,7 @@ def word_or(word: str, parse: Parser) -> Parser:
 
 
 def float_format(text: str) -> str:
+    """Parse the name of a float format, and return it in its shortest form."""
     return str(parse_format(text))
 
 

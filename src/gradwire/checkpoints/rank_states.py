@@ -21,8 +21,13 @@ Group = dist.ProcessGroup | None  # None: the default group, or a process all by
 
 
 class HasState(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    """Anything whose state can be saved and loaded, as PyTorch's own objects do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
 
 
 class AllRanks:
@@ -32,11 +37,11 @@ class AllRanks:
         self.handle, self.group = handle, group
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 the states of all ranks, elsewhere an empty dict. All ranks must call it."""
+        """Return the states of all ranks on rank 0, and an empty dict elsewhere. All ranks must call it."""
         return gather(self.handle.state_dict(), self.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Each rank's own part of what rank 0 saved; on another number of workers, the mean of all parts."""
+        """Load this rank's part of what rank 0 saved; on another number of workers, the mean of all parts."""
         self.handle.load_state_dict(own_part(state, self.group))
 
 
@@ -44,7 +49,7 @@ class AllRanks:
 
 
 def own_part(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
-    """Of a gathered state, this rank's; a state that is of one rank anyway stays as it is."""
+    """Return this rank's part of a gathered state; a state of a single rank stays as it is."""
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(
             "there is no state here: all_ranks.state_dict() has it on rank 0 alone; save it there, load it everywhere"
@@ -54,18 +59,19 @@ def own_part(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
     if state.get("format") != FORMAT or not isinstance(state["ranks"], list) or not state["ranks"]:
         raise CheckpointError(f"not a gathered state of this version of gradwire ({FORMAT!r})")
     rank, workers = place(group)
-    return state["ranks"][rank] if len(state["ranks"]) == workers else combined(state["ranks"])
+    states: list[dict[str, Any]] = state["ranks"]
+    return states[rank] if len(states) == workers else combined(states)
 
 
-def combined(states: list[Any]) -> Any:
-    """What every rank starts from on another number of workers."""
+def combined(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state that every rank starts from on another number of workers."""
     return with_shards(mean(states), len(states))
 
 
 def mean(states: list[Any], workers: int | None = None) -> Any:
-    """Tensors are averaged at every depth of the dicts, where one that a rank does not have counts as zero.
+    """Average tensors at every depth of nested dicts; one that a rank does not have counts as zero.
 
-    What else they hold is the same in all of them.
+    Everything else must be the same in all states, and is taken from the first.
     """
     workers = workers or len(states)
     first = states[0]
@@ -81,9 +87,10 @@ def mean(states: list[Any], workers: int | None = None) -> Any:
 
 
 def with_shards(state: dict[str, Any], workers: int) -> dict[str, Any]:
-    """In a mean of states: what owners of shards have left to send (scatter-reduce) is of the mean gradient already.
+    """Move the error memory of shards, in a mean of states, into the memory of whole parameters.
 
-    So it counts in full. Who owns what is different on other workers, so that each takes it into its own memory.
+    What the owners of shards (scatter-reduce) still have to send belongs to the mean gradient already, so it counts in
+    full. On another number of workers the shards have other owners, so every worker takes it into its own memory.
     """
     state = dict(state)
     memory = dict(state.get("memory", {}))
@@ -98,7 +105,7 @@ def with_shards(state: dict[str, Any], workers: int) -> dict[str, Any]:
 
 
 def gather(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
-    """The states of all ranks on rank 0 of the group, some tensors at a time; an empty dict elsewhere."""
+    """Return the states of all ranks on rank 0 of the group, and an empty dict elsewhere; tensors travel in batches."""
     rank, workers = place(group)
     own = dict(leaves(state))
     ranks: list[dict[str, Any]] = [{} for _ in range(workers if rank == 0 else 0)]
@@ -115,7 +122,7 @@ def gather(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
 
 
 def _gathered(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, on rank 0 alone."""
+    """Return every rank's value on rank 0, and an empty list elsewhere."""
     rank, workers = place(group)
     if workers == 1:
         return [value]
@@ -125,7 +132,7 @@ def _gathered(value: Any, group: Group) -> list[Any]:
 
 
 def exchanged(value: Any, group: Group) -> list[Any]:
-    """Every rank's value."""
+    """Return every rank's value, on every rank."""
     workers = place(group)[1]
     found: list[Any] = [value] * workers
     if workers > 1:
@@ -134,7 +141,7 @@ def exchanged(value: Any, group: Group) -> list[Any]:
 
 
 def place(group: Group) -> tuple[int, int]:
-    """This rank, and the number of all."""
+    """Return the number of this rank in the group, and how many ranks the group has."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
@@ -144,7 +151,7 @@ def place(group: Group) -> tuple[int, int]:
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Whatever is no dict, or an empty one, by its path."""
+    """Yield everything in nested dicts that is not a dict (or is an empty one), with its path."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, (*path, key))
@@ -153,13 +160,14 @@ def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any
 
 
 def put(tree: dict[str, Any], path: Path, leaf: Any) -> None:
+    """Set the leaf at this path of a nested dict, and create the dicts on the way."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf
 
 
 def batches(paths: Iterable[Path], sizes: Mapping[Path, int]) -> Iterator[list[Path]]:
-    """One after the other, with up to BATCH_BYTES each."""
+    """Cut paths, in their order, into batches of up to BATCH_BYTES; a larger tensor is a batch of its own."""
     batch: list[Path] = []
     total = 0
     for path in paths:
@@ -180,6 +188,7 @@ def _bytes(leaf: Any) -> int:
 
 
 def refuse_pickling(what: str) -> NoReturn:
+    """Raise the error that says how to save state instead of pickling the object."""
     raise GradwireError(
         f"{what} belongs to this process, its process group and its model, and cannot be pickled or copied: save "
         f"handle.state_dict() on each rank, or handle.all_ranks.state_dict() for all of them, attach again, and load it"

@@ -26,6 +26,8 @@ FORMAT = "gradwire checkpoint 1"
 
 @dataclass
 class Checkpoint:
+    """All that a run needs to go on: settings, position, model, optimizer, and the state of every worker."""
+
     settings: dict[str, Any]  # those that shape the run: task, codec, seed, batch size, …
     step: int  # steps done since the start of the run
     epoch: int
@@ -39,6 +41,7 @@ class Checkpoint:
 
     @property
     def workers(self) -> int:
+        """How many workers the run had."""
         return len(self.error_memory)
 
     def error_memory_for(self, rank: int, workers: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ LARGEST = 47  # gaps are below 2⁴⁸
 
 
 def best_for(p: float) -> int:
-    """b* of the paper."""
+    """Return b* of the paper: the best parameter for positions at random with density p."""
     if p >= 1:
         return 0
     ratio = math.log((math.sqrt(5) - 1) / 2) / math.log1p(-p)
@@ -24,13 +24,13 @@ def best_for(p: float) -> int:
 
 
 def expected_bits(p: float) -> float:
-    """Bits per position at random positions with density p, with b*: the paper's figure."""
+    """Return the bits per position at random positions with density p, with b*: the figure of the paper."""
     b = best_for(p)
-    return b + 1 / (1 - (1 - p) ** 2**b)
+    return float(b + 1 / (1 - (1 - p) ** 2**b))
 
 
 def choose(gaps: np.ndarray, elements: int) -> tuple[int, int]:
-    """The b that is shortest on these gaps, the smallest of equals, and the bits it takes.
+    """Return the b that is shortest on these gaps (the smallest of equals), and how many bits it takes.
 
     The length is convex in b (one more bit of remainder saves Σ⌈⌊gap/2ᵇ⌋/2⌉ of the quotients, ever less), so walking
     downhill from b* finds the best of all.

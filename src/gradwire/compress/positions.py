@@ -29,7 +29,7 @@ CLEARLY = 0.995  # classes have to save this much to be worth their time
 
 
 def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int, bytes]:
-    """How the positions are coded, and the bytes."""
+    """Return the number of the code that was chosen, and the bytes of the positions."""
     gaps = kernels.split_gaps(positions)
     b, bits = golomb.choose(gaps, elements)
     if way != "golomb":
@@ -40,7 +40,7 @@ def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int
 
 
 def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> bytes | None:
-    """None if it cannot come below `limit` bits."""
+    """Return the bytes of the gaps by classes, or None if they cannot come below `limit` bits."""
     if limit is not None and len(gaps) >= MANY:
         part = gaps[len(gaps) // 2 :][: len(gaps) // 8]  # enough to see that it will not pay
         if _entropy_bits(seen := kernels.gap_counts(part, FINEST)) + _open_bits(seen, FINEST) > limit / 8:
@@ -66,19 +66,23 @@ def _encode_classes(gaps: np.ndarray, elements: int, limit: float | None) -> byt
 
 
 def class_of(gap: int, m: int) -> int:
-    """Gaps below 2ᵐ have a class each; from there on the bit length and the m bits below the leading one count."""
+    """Return the class of a gap.
+
+    Gaps below 2ᵐ have a class each; from there on the bit length and the m bits below the leading one decide.
+    """
     octave = gap.bit_length() - 1
     return gap if gap < 1 << m else (octave - m << m) + (gap >> octave - m)
 
 
 def alphabet(count: int, elements: int, m: int) -> Alphabet:
-    """Classes up to that of the largest gap there can be; the frequency of the mean gap's class is not sent."""
+    """Return the classes up to that of the largest possible gap; the frequency of the mean gap's class is not sent."""
     spare = elements - count
     return Alphabet(class_of(spare, m) + 1, class_of(spare // count, m))
 
 
 def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
-    return np.maximum((classes >> m) - 1, 0)
+    low: np.ndarray = np.maximum((classes >> m) - 1, 0)
+    return low
 
 
 def _open_bits(counts: np.ndarray, m: int) -> int:
@@ -103,7 +107,7 @@ def _coarser(m: int) -> np.ndarray:
 
 
 def _least_bits(counts: np.ndarray) -> float:
-    """What `choose` cannot come below: raw codes, or the entropy and the table. Far quicker to tell."""
+    """Return a bound that `choose` cannot come below, far quicker: raw codes, or the entropy and the table."""
     total, used = int(counts.sum()), counts[counts > 0]
     if len(used) == 1:
         return 0.0
@@ -119,7 +123,7 @@ def _entropy_bits(counts: np.ndarray) -> float:
 
 
 def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
-    """`count` positions below `elements` off the front of what the reader holds."""
+    """Take `count` positions below `elements` off the reader."""
     if way == GOLOMB:
         b = reader.byte()
         if b > golomb.LARGEST:
@@ -133,7 +137,7 @@ def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
     if m > FINEST:
         raise FrameError("invalid classes of gaps")
     coded = Reader(reader.take(reader.varint(len(reader.data))))
-    classes_there_are = alphabet(count, elements, m)
-    classes = symbols.decode(coded, classes_there_are, count, symbols.read_head(coded, classes_there_are))
+    classes_in_use = alphabet(count, elements, m)
+    classes = symbols.decode(coded, classes_in_use, count, symbols.read_head(coded, classes_in_use))
     low = _open_bits(np.bincount(classes), m)
     return kernels.join_gaps(kernels.gap_tails(classes, m, reader.take(-(-low // 8))), elements)

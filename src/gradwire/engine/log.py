@@ -17,7 +17,10 @@ TOTALS = ("frame_bytes", "wire_bytes_sent", "wire_bytes_received", "encode_s", "
 
 
 class Monitor:
-    """Every so many steps it writes what one of them took, on average, and the error of the last."""
+    """Writes figures to a log every `every` steps: the average of these steps, and the error of the last one.
+
+    With `layers`, the error and the bytes of each layer are written too. It is called by the training thread.
+    """
 
     def __init__(self, to: Any, every: int = 100, layers: bool = False):
         if not isinstance(every, int) or every < 1:
@@ -27,13 +30,14 @@ class Monitor:
         self._before: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        """Whether this step is the last of those that are written together; the first is step 1."""
+        """Tell whether figures are to be written after this step; the first step is number 1."""
         return step % self.every == 0
 
     def write(self, step: int, stats: Mapping[str, float], errors: Mapping[str, CodingError]) -> None:
+        """Hand figures to the log; `stats` are totals since the start, `errors` those of the last step by layer."""
         before, self._before = self._before, dict(stats)
         steps = stats["steps"] - before.get("steps", 0)
-        if steps <= 0:  # the totals have started anew
+        if steps <= 0:  # the totals have been reset
             return
         figures = {key: (stats[key] - before.get(key, 0)) / steps for key in TOTALS}
         frames = figures["frame_bytes"]
@@ -57,4 +61,5 @@ def _writer(to: Any) -> Write:
         return write
     if not callable(to):
         raise GradwireError("log_to takes a TensorBoard SummaryWriter, or a function of (figures, step)")
-    return to
+    function: Write = to
+    return function

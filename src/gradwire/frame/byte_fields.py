@@ -8,7 +8,7 @@ from gradwire.errors import FrameError
 
 
 def varint(value: int) -> bytes:
-    """Unsigned LEB128."""
+    """Return a number as unsigned LEB128: seven bits a byte, the lowest first."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -18,17 +18,18 @@ def varint(value: int) -> bytes:
 
 
 def bfloat16(value: float) -> bytes:
-    """A number that bfloat16 holds exactly, as two bytes."""
+    """Return two bytes of a number that bfloat16 holds exactly."""
     return struct.pack("<f", value)[2:]
 
 
 class Reader:
-    """Takes fields off the front of a buffer; every read past the end is a FrameError."""
+    """Takes fields off the front of a buffer; a read past the end raises FrameError, and so does an invalid field."""
 
     def __init__(self, data: memoryview, position: int = 0):
         self.data, self.position = data, position
 
     def take(self, count: int) -> memoryview:
+        """Take the next `count` bytes."""
         if count > len(self.data) - self.position:
             raise FrameError("frame is cut short")
         piece = self.data[self.position : self.position + count]
@@ -36,15 +37,19 @@ class Reader:
         return piece
 
     def rest(self) -> memoryview:
+        """Take all bytes that are left."""
         return self.take(len(self.data) - self.position)
 
     def byte(self) -> int:
+        """Take one byte as a number."""
         return self.take(1)[0]
 
     def bfloat16(self) -> float:
-        return struct.unpack("<f", b"\0\0" + self.take(2))[0]
+        """Take two bytes as a bfloat16 number."""
+        return float(struct.unpack("<f", b"\0\0" + self.take(2))[0])
 
     def varint(self, limit: int) -> int:
+        """Take an unsigned LEB128 number in its shortest form, which must not exceed `limit`."""
         value = shift = 0
         while True:
             byte = self.byte()

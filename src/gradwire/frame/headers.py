@@ -1,6 +1,16 @@
-"""The frame: a header that describes the tensor, a checksum, and the codec's payload.
+"""The header of a frame: every field that stands before the payload of the codec.
 
-docs/wire-format.md is the authority on every byte written here.
+    bytes     field
+    0–1       magic, "GW"
+    2         version
+    3         codec (low four bits) and flags (high four bits)
+    4         dtype (low four bits) and number of dimensions (high four bits)
+    5–8       checksum, CRC-32 of the whole frame but these four bytes
+    varint    length of the payload in bytes
+    varints   sizes of the dimensions
+
+docs/wire-format.md is the authority. A new field of fixed size is a line in FIXED_FIELDS, a new flag a bit of its own;
+either needs a new version. `seal` writes the header, `read_header` reads it, and `Header` is what readers get.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from gradwire.frame.byte_fields import Reader, varint
 MAGIC = b"GW"
 VERSION = 1
 STORED, MINIFLOAT, CAST, GRID, LEVELS, SPARSE, SKETCH, HOMOMORPHIC = range(8)
-NONFINITE, SEGMENTED = 1, 2
+NONFINITE, SEGMENTED = 1, 2  # flags
 MAX_ELEMENTS = 2**48
 MAX_RANK = 15
 
@@ -27,13 +37,14 @@ DTYPES = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _DTYPE_NUMBER = {dtype: i for i, dtype in enumerate(DTYPES)}
-_FIXED = struct.Struct("<2sBBBI")
-_CHECKSUM_AT = 5
+FIXED_FIELDS = {"magic": "2s", "version": "B", "codec and flags": "B", "dtype and rank": "B", "checksum": "I"}
+_FIXED = struct.Struct("<" + "".join(FIXED_FIELDS.values()))
+_CHECKSUM_AT = _FIXED.size - 4  # it is the last of them
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a frame says of itself."""
+    """What a frame says of its tensor, after validation."""
 
     codec: int
     dtype: torch.dtype
@@ -44,18 +55,22 @@ class Header:
 
     @property
     def elements(self) -> int:
+        """How many entries the tensor has."""
         return math.prod(self.shape)
 
     @property
     def frame_length(self) -> int:
+        """The length of the whole frame in bytes."""
         return self.length + self.payload_length
 
     @property
     def nonfinite(self) -> bool:
+        """Whether the tensor held a NaN or an infinity."""
         return bool(self.flags & NONFINITE)
 
 
 def header_length(shape: tuple[int, ...], payload_length: int) -> int:
+    """Return the length of a header in bytes."""
     return _FIXED.size + len(varint(payload_length)) + sum(len(varint(d)) for d in shape)
 
 
@@ -100,7 +115,7 @@ def read_header(data: memoryview) -> Header:
 
 
 def open_frame(data: memoryview) -> tuple[Header, memoryview]:
-    """The header and payload of the one frame that `data` must be."""
+    """Return the header and the payload of `data`, which must be exactly one frame; the checksum is verified."""
     header = read_header(data)
     if header.frame_length != len(data):
         raise FrameError(f"frame declares {header.frame_length} bytes, but there are {len(data)}")
@@ -111,7 +126,7 @@ def open_frame(data: memoryview) -> tuple[Header, memoryview]:
 
 
 def split(message: memoryview, most: int | None = None) -> list[memoryview]:
-    """The frames that stand one after the other in a message, `most` of them at most."""
+    """Return the frames that stand one after the other in a message; FrameError if there are more than `most`."""
     frames: list[memoryview] = []
     while len(message):
         if len(frames) == most:

@@ -25,7 +25,7 @@ def entropy(counts: np.ndarray) -> float:
     return float(abs(p @ np.log2(p)))
 
 
-def symbol_masses(fmt: Format, model: goodness.Model, step: float) -> np.ndarray:
+def symbol_masses(fmt: Format, model: goodness.CentredGenNorm, step: float) -> np.ndarray:
     """The probability of each symbol of a signed format at this step."""
     magnitudes = gennorm_cells.cell_masses(fmt, model.beta, step / model.alpha)
     side = magnitudes[1:] / 2

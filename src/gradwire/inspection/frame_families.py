@@ -19,6 +19,7 @@ VALUES = ("one value", "one magnitude and signs", "fp32", "fp16", "bf16", "minif
 
 
 def describe_levels(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
+    """Fill in the report on a frame of levels."""
     reader = Reader(payload.data)
     layout, count, kind, precision = levels.read_side(reader, header)
     level_numbers.read_numbers(reader, layout.sizes, levels.widths(kind, count), precision)
@@ -60,6 +61,7 @@ def describe_sparse(report: FrameReport, header: headers.Header, payload: np.nda
 
 
 def describe_sketch(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
+    """Fill in the report on a frame of a count sketch."""
     reader = Reader(payload.data)
     table, columns, kept = reader.byte(), reader.varint(header.elements), reader.varint(header.elements)
     scale, seed = struct.unpack("<fQ", reader.take(12))
@@ -82,6 +84,7 @@ def describe_sketch(report: FrameReport, header: headers.Header, payload: np.nda
 
 
 def describe_homomorphic(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
+    """Fill in the report on a frame of summable words."""
     reader = Reader(payload.data)
     plan, grid = homomorphic.read_side(reader, header)
     report.format, report.steps, report.side_bytes = f"{grid.bits}-bit sums", [grid.step], reader.position

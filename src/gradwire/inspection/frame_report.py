@@ -43,14 +43,17 @@ class FrameReport:
 
     @property
     def elements(self) -> int:
+        """How many entries the tensor has."""
         return math.prod(self.shape)
 
     @property
     def frame_bytes(self) -> int:
+        """The length of the whole frame in bytes."""
         return self.header_bytes + self.side_bytes + self.model_bytes + self.lane_bytes + self.symbol_bytes
 
     @property
     def bits_per_entry(self) -> float | None:
+        """Bits of the frame for each entry; None for an empty tensor."""
         return 8 * self.frame_bytes / self.elements if self.elements else None
 
     @property
@@ -59,6 +62,7 @@ class FrameReport:
         return self.dense_bytes / self.frame_bytes
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all fields and derived figures, as `gradwire inspect --json` writes them."""
         derived = ("elements", "frame_bytes", "bits_per_entry", "ratio")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 

@@ -23,23 +23,28 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Model:
+class CentredGenNorm:
     """A GenNorm distribution around 0."""
 
     beta: float
     alpha: float
 
     def cdf(self, x: np.ndarray) -> np.ndarray:
-        return 0.5 + 0.5 * np.sign(x) * _gamma_cdf(1 / self.beta, self._power(x))
+        """Return the distribution function at each x."""
+        below: np.ndarray = 0.5 + 0.5 * np.sign(x) * _gamma_cdf(1 / self.beta, self._power(x))
+        return below
 
     def survival(self, magnitude: np.ndarray) -> np.ndarray:
         """P(|X| > magnitude), exact far out in the tail."""
         y = torch.from_numpy(self._power(magnitude))
-        return torch.special.gammaincc(torch.full_like(y, 1 / self.beta), y).numpy()
+        above: np.ndarray = torch.special.gammaincc(torch.full_like(y, 1 / self.beta), y).numpy()
+        return above
 
     def density(self, x: np.ndarray) -> np.ndarray:
+        """Return the density at each x."""
         height = self.beta / (2 * self.alpha) * math.exp(-math.lgamma(1 / self.beta))
-        return height * np.exp(-self._power(x))
+        density: np.ndarray = height * np.exp(-self._power(x))
+        return density
 
     def quantile(self, probability: np.ndarray) -> np.ndarray:
         """The inverse of `cdf`, for probabilities inside (0, 1)."""
@@ -54,12 +59,12 @@ class Model:
         return (np.abs(np.asarray(x, dtype=np.float64)) / self.alpha) ** self.beta
 
 
-def fit(mean_abs: float, mean_square: float) -> dict[str, Model]:
+def fit(mean_abs: float, mean_square: float) -> dict[str, CentredGenNorm]:
     """The three models with these moments: Normal by E x², Laplace by E|x|, GenNorm by both."""
     return {
-        "normal": Model(2.0, math.sqrt(mean_square / gennorm_moments.mean_square(2))),
-        "laplace": Model(1.0, mean_abs / gennorm_moments.mean_abs(1)),
-        "gennorm": Model(*gennorm_moments.fit(mean_abs, mean_square)),
+        "normal": CentredGenNorm(2.0, math.sqrt(mean_square / gennorm_moments.mean_square(2))),
+        "laplace": CentredGenNorm(1.0, mean_abs / gennorm_moments.mean_abs(1)),
+        "gennorm": CentredGenNorm(*gennorm_moments.fit(mean_abs, mean_square)),
     }
 
 
@@ -84,16 +89,19 @@ def standardise(x: np.ndarray) -> np.ndarray | None:
     if len(x) < 2 or x[0] == x[-1]:
         return None
     x = x / max(abs(x[0]), abs(x[-1]))  # so that no square under- or overflows
-    return (x - x.mean()) / x.std()
+    standard: np.ndarray = (x - x.mean()) / x.std()
+    return standard
 
 
-def wasserstein2(ordered: np.ndarray, model: Model) -> float:
+def wasserstein2(ordered: np.ndarray, model: CentredGenNorm) -> float:
+    """Return the Wasserstein-2 distance between a sorted sample and the model."""
     n = len(ordered)
     quantiles = model.quantile((np.arange(n) + 0.5) / n)
     return float(np.sqrt(np.mean((ordered - quantiles) ** 2)))
 
 
-def kolmogorov_smirnov(ordered: np.ndarray, model: Model) -> float:
+def kolmogorov_smirnov(ordered: np.ndarray, model: CentredGenNorm) -> float:
+    """Return the largest gap between the distribution functions of a sorted sample and the model."""
     n, below = len(ordered), model.cdf(ordered)
     steps = np.arange(n + 1) / n
     return float(max((steps[1:] - below).max(), (below - steps[:-1]).max()))
@@ -101,7 +109,8 @@ def kolmogorov_smirnov(ordered: np.ndarray, model: Model) -> float:
 
 def _gamma_cdf(shape: float, y: np.ndarray) -> np.ndarray:
     at = torch.from_numpy(np.asarray(y, dtype=np.float64))
-    return torch.special.gammainc(torch.full_like(at, shape), at).numpy()
+    below: np.ndarray = torch.special.gammainc(torch.full_like(at, shape), at).numpy()
+    return below
 
 
 def _gamma_quantile(shape: float, probability: np.ndarray) -> np.ndarray:
@@ -117,4 +126,5 @@ def _gamma_quantile(shape: float, probability: np.ndarray) -> np.ndarray:
         y = np.exp(log_y)
         slope = np.exp(shape * log_y - y - math.lgamma(shape))
         log_y -= (_gamma_cdf(shape, y) - probability) / slope
-    return np.exp(log_y)
+    quantiles: np.ndarray = np.exp(log_y)
+    return quantiles

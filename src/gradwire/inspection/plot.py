@@ -69,7 +69,7 @@ def _standardised(tensor: torch.Tensor) -> np.ndarray | None:
     return goodness.standardise(goodness.even_sample(x[x != 0]))
 
 
-def _draw_body(axes: Axes, z: np.ndarray, models: dict[str, goodness.Model]) -> None:
+def _draw_body(axes: Axes, z: np.ndarray, models: dict[str, goodness.CentredGenNorm]) -> None:
     # Far outliers would squeeze the body into one bin: the tail has a picture of its own.
     reach = min(float(np.abs(z).max()), max(5.0, float(np.quantile(np.abs(z), 0.999))))
     edges = np.linspace(-reach, reach, 82)
@@ -83,7 +83,7 @@ def _draw_body(axes: Axes, z: np.ndarray, models: dict[str, goodness.Model]) -> 
     axes.set_ylim(lowest / 2, 4 * max(heights.max(), models["laplace"].density(np.zeros(1))[0]))
 
 
-def _draw_tail(axes: Axes, z: np.ndarray, models: dict[str, goodness.Model]) -> None:
+def _draw_tail(axes: Axes, z: np.ndarray, models: dict[str, goodness.CentredGenNorm]) -> None:
     magnitude = np.sort(np.abs(z))
     beyond = 1 - np.arange(len(z)) / len(z)  # the share of entries at least this large
     shown = magnitude > NEAREST

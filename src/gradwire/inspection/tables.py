@@ -18,10 +18,12 @@ NOTHING = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
+    """Write a number with so many digits after the point, or a dash for None."""
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
 def shape(dimensions: Sequence[int]) -> str:
+    """Write a shape such as 64×32."""
     return "×".join(map(str, dimensions)) or "scalar"
 
 
@@ -109,6 +111,7 @@ def _frequencies(r: FrameReport) -> str | None:
 
 
 def tensor_tables(reports: list[TensorReport], fmt: str) -> list[Table]:
+    """Return the tables about tensors; `fmt` is the format whose code lengths are compared."""
     usable = [r for r in reports if r.bits]
     tables = [_fits(reports)]
     if any(r.w2 for r in reports):

@@ -28,6 +28,8 @@ class Size:
 
 @dataclass
 class TensorReport:
+    """All figures about one tensor; those that it does not have are None or empty."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -46,6 +48,7 @@ class TensorReport:
     sizes: dict[str, Size] = field(default_factory=dict)  # by format
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all figures, as `gradwire inspect --json` writes them."""
         return asdict(self)
 
 

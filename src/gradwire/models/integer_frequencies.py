@@ -27,4 +27,5 @@ def normalize(counts: np.ndarray, precision: int) -> np.ndarray:
 
 def bits_per_symbol(frequencies: np.ndarray, precision: int) -> np.ndarray:
     """Return the ideal code length of each symbol; it is infinite where the frequency is 0."""
-    return precision - _LOG2[frequencies]
+    bits: np.ndarray = precision - _LOG2[frequencies]
+    return bits

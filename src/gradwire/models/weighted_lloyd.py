@@ -18,44 +18,49 @@ import numpy as np
 import torch
 
 LARGEST_M = 9
-ROUNDS, CLOSE = 1000, 1e-9  # it ends when Lloyd's next round would move no level by more than this part of itself
+ROUNDS, CLOSE = (
+    1000,
+    1e-9,
+)  # the search ends when Lloyd's next round would move no level by more than this part of itself
 ROUNDING = 1e-13  # of the distortion
 POINTS = 512  # of the density, for the levels to start from
 
 
 @lru_cache(maxsize=8192)
 def levels(beta: float, t: float, m: int, count: int) -> np.ndarray:
-    """`count` ascending levels of x = t + y for GenNorm(β, α = 1)."""
+    """Return the `count` best levels, ascending, of x = t + y for GenNorm(β, α = 1)."""
     source = _Source(beta, t, m)
-    found, lloyd, least = source.start(count), None, math.inf
+    current, lloyd, least = source.start(count), None, math.inf
     for _ in range(ROUNDS):
-        edges = (found[1:] + found[:-1]) / 2
+        edges = (current[1:] + current[:-1]) / 2
         weight, first = source.integrals(edges)
         with np.errstate(divide="ignore", invalid="ignore"):  # an empty cell is no better than what was
             better = first / weight
             distortion = float(-(first * better).sum())  # but for a constant, with the best levels of these cells
         if lloyd is not None and not distortion <= least + ROUNDING * abs(least):
-            found, lloyd = lloyd, None
+            current, lloyd = lloyd, None
             continue
         least = distortion
-        if np.max(np.abs(better - found) / better) < CLOSE:
+        if np.max(np.abs(better - current) / better) < CLOSE:
             break
-        newton = found + _newton(found, weight, first, source.density(edges))
-        found, lloyd = (newton, better) if (np.diff(newton, prepend=t) > 0).all() else (better, None)
-    better.setflags(write=False)
-    return better
+        newton = current + _newton(current, weight, first, source.density(edges))
+        current, lloyd = (newton, better) if (np.diff(newton, prepend=t) > 0).all() else (better, None)
+    result: np.ndarray = better
+    result.setflags(write=False)
+    return result
 
 
-def _newton(found: np.ndarray, weight: np.ndarray, first: np.ndarray, density: np.ndarray) -> np.ndarray:
+def _newton(current: np.ndarray, weight: np.ndarray, first: np.ndarray, density: np.ndarray) -> np.ndarray:
     """The step to where first − level·weight is 0 in all cells; its derivatives are tridiagonal."""
-    half = density * np.diff(found) / 4  # an edge moves by half of what its levels do, and is as far from either
+    half = density * np.diff(current) / 4  # an edge moves by half of what its levels do, and is as far from either
     slope = np.diag(-weight) + np.diag(half, 1) + np.diag(half, -1)
     slope[np.arange(len(half)), np.arange(len(half))] += half
     slope[np.arange(len(half)) + 1, np.arange(len(half)) + 1] += half
     try:
-        return np.linalg.solve(slope, found * weight - first)
+        step: np.ndarray = np.linalg.solve(slope, current * weight - first)
+        return step
     except np.linalg.LinAlgError:
-        return np.full_like(found, np.nan)
+        return np.full_like(current, np.nan)
 
 
 class _Source:
@@ -77,13 +82,16 @@ class _Source:
     def integrals(self, edges: np.ndarray) -> np.ndarray:
         """∫x^M p and ∫x^(M+1) p over the cells that the edges make of [t, ∞)."""
         x = torch.from_numpy(np.concatenate([[0.0], (edges - self.t) ** self.beta, [np.inf]]))
-        shapes, x = torch.broadcast_tensors(self.shapes, x)
+        shapes, x = self.shapes.expand(-1, len(x)), x.expand(len(self.shapes), -1)
         below, above = torch.special.gammainc(shapes, x).numpy(), torch.special.gammaincc(shapes, x).numpy()
         # Differences of what is near 1 would be rounding errors.
-        return self.polynomials @ np.where(below[:, :-1] < 0.5, np.diff(below), -np.diff(above))
+        integrals: np.ndarray = self.polynomials @ np.where(below[:, :-1] < 0.5, np.diff(below), -np.diff(above))
+        return integrals
 
     def density(self, x: np.ndarray) -> np.ndarray:
-        return self.beta * np.exp(self.m * np.log(x) - (x - self.t) ** self.beta - self.log_unit)
+        """x^M p at each x."""
+        density: np.ndarray = self.beta * np.exp(self.m * np.log(x) - (x - self.t) ** self.beta - self.log_unit)
+        return density
 
     def start(self, count: int) -> np.ndarray:
         """Where many levels would lie: as dense as the third root of x^M p."""
@@ -92,4 +100,5 @@ class _Source:
         log_density = (self.m * np.log(self.t + y) - y**self.beta) / 3
         mass = np.exp(log_density - log_density.max())
         total = np.concatenate([[0], np.cumsum((mass[1:] + mass[:-1]) / 2 * np.diff(y))])
-        return self.t + np.interp((np.arange(count) + 0.5) / count, total / total[-1], y)
+        levels: np.ndarray = self.t + np.interp((np.arange(count) + 0.5) / count, total / total[-1], y)
+        return levels

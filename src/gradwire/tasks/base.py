@@ -69,6 +69,7 @@ class Task(ABC):
         return None
 
     def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """Return the optimizer of all parameters: SGD with Nesterov momentum unless the task says otherwise."""
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:

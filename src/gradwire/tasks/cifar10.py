@@ -25,6 +25,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 class Cifar10(ImageTask):
+    """CIFAR-10 with ResNet-20."""
+
     name = "cifar10"
     description = "32x32 colour images from --data-dir; ResNet-20"
     defaults = Defaults(lr=0.1, batch_size=64, epochs=30)
@@ -44,18 +46,23 @@ class Cifar10(ImageTask):
         self.set_data(*(_read_images(data_dir / part, classes) for part in ("train", "test")))
 
     def build_model(self) -> nn.Module:
+        """Return a new ResNet-20."""
         return ResNet20(classes=10)
 
     def augment(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Crop each image at random after padding it by 4 pixels, and mirror half of them."""
         return random_crop_and_flip(pixels, generator, padding=4)
 
 
 class Cifar10Small(Cifar10):
+    """CIFAR-10 with a small convolutional network."""
+
     name = "cifar10-small"
     description = "the same images; small conv net, for CPUs and federated clients"
     defaults = Defaults(lr=0.05, batch_size=64, epochs=10)
 
     def build_model(self) -> nn.Module:
+        """Return a new network of three convolutions and two linear layers."""
         layers: list[nn.Module] = []
         for before, after in ((3, 16), (16, 32), (32, 64)):
             layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]

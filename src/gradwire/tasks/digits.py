@@ -18,6 +18,8 @@ from gradwire.tasks.images import ImageTask, LabelledImages
 
 
 class Digits(ImageTask):
+    """Handwritten digits of 8x8 pixels with a small convolutional network."""
+
     name = "digits"
     description = "8x8 handwritten digits, inside the package; small conv net"
     defaults = Defaults(lr=0.05, batch_size=32, epochs=20)
@@ -32,6 +34,7 @@ class Digits(ImageTask):
         )
 
     def build_model(self) -> nn.Module:
+        """Return a new network of two convolutions and two linear layers."""
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),

@@ -23,6 +23,8 @@ FOLDERS = (".", "fashion-mnist", "FashionMNIST/raw")
 
 
 class FashionMnist(ImageTask):
+    """Fashion-MNIST with a small convolutional network."""
+
     name = "fashion-mnist"
     description = "28x28 clothes from idx files in --data-dir; small conv net"
     defaults = Defaults(lr=0.05, batch_size=64, epochs=5)
@@ -31,6 +33,7 @@ class FashionMnist(ImageTask):
         self.set_data(_read_part(data_dir, "train"), _read_part(data_dir, "t10k"))
 
     def build_model(self) -> nn.Module:
+        """Return a new network of two convolutions and two linear layers."""
         return nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),

@@ -18,6 +18,7 @@ class LabelledImages(NamedTuple):
 
     @classmethod
     def from_numpy(cls, pixels: np.ndarray, labels: np.ndarray) -> LabelledImages:
+        """Make tensors of arrays; the pixels must be uint8."""
         return cls(torch.from_numpy(np.ascontiguousarray(pixels)), torch.from_numpy(labels.astype(np.int64)))
 
 
@@ -28,6 +29,7 @@ class ImageTask(Task):
     test: LabelledImages
 
     def set_data(self, train: LabelledImages, test: LabelledImages) -> None:
+        """Keep the images, and measure mean and deviation of each channel on the training images."""
         self.train, self.test = train, test
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         # Per channel, from the training images: no figures to keep in step with the data.
@@ -37,12 +39,15 @@ class ImageTask(Task):
         self._std = torch.from_numpy(pixels.std(axis=1, dtype=np.float64)).float().view(shape)
 
     def train_batch(self, indices: torch.Tensor, generator: torch.Generator) -> Batch:
+        """Return these training images, augmented and normalized, and their labels."""
         return self.normalize(self.augment(self.train.pixels[indices], generator)), self.train.labels[indices]
 
     def test_batch(self, indices: torch.Tensor) -> Batch:
+        """Return these test images, normalized, and their labels."""
         return self.normalize(self.test.pixels[indices]), self.test.labels[indices]
 
     def train_labels(self) -> torch.Tensor:
+        """Return the class of each training image."""
         return self.train.labels
 
     def augment(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -50,9 +55,11 @@ class ImageTask(Task):
         return pixels
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return pixels as floats with mean 0 and deviation 1 in each channel."""
         return (pixels.float() - self._mean.to(pixels.device)) / self._std.to(pixels.device)
 
     def data_checksum(self) -> int:
+        """Return a checksum of all images and labels."""
         return checksum(*self.train, *self.test)
 
 

@@ -25,6 +25,7 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map images [N, inputs, H, W] to [N, outputs, H/stride, W/stride]."""
         y = functional.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         if self.new_channels:
@@ -34,6 +35,8 @@ class Block(nn.Module):
 
 
 class ResNet20(nn.Module):
+    """The network of the paper with 20 layers."""
+
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
@@ -46,5 +49,7 @@ class ResNet20(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map images [N, 3, H, W] to logits [N, classes]."""
         x = self.blocks(functional.relu(self.norm(self.conv(x))))
-        return self.classify(x.mean((2, 3)))
+        logits: torch.Tensor = self.classify(x.mean((2, 3)))
+        return logits

@@ -12,6 +12,8 @@ SHARED = ("task", "codecs", "seed", "batch_size", "lr", "epochs", "steps", "sync
 
 @dataclass(frozen=True)
 class Settings:
+    """The options of `gradwire train` after they were checked."""
+
     task: str
     codecs: tuple[str, ...]  # one run each, one after the other, with each of `backward`
     seed: int
@@ -34,13 +36,16 @@ class Settings:
     resume: str | None = None
 
     def shared(self) -> dict[str, Any]:
+        """Return the settings that all workers must agree on."""
         values = asdict(self)
         return {name: values[name] for name in SHARED}
 
     def to_json(self) -> str:
+        """Write all settings, for the command line of a worker."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
+        """Read what `to_json` wrote."""
         values = json.loads(text)
         return cls(**values | {name: tuple(values[name]) for name in ("codecs", "backward")})

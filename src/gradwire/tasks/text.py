@@ -23,6 +23,8 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class Text(Task):
+    """A language model of bytes."""
+
     name = "text"
     description = "byte-level language model of Python's standard library; GRU"
     defaults = Defaults(lr=0.005, batch_size=16, epochs=1)
@@ -37,21 +39,27 @@ class Text(Task):
             raise DataError(f"no source files of the standard library in {library}; this task needs them")
 
     def build_model(self) -> nn.Module:
+        """Return a new GRU."""
         return ByteModel(width=64, hidden=384)
 
     def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """Return Adam."""
         return torch.optim.Adam(model.parameters(), lr=lr)
 
     def train_batch(self, indices: torch.Tensor, generator: torch.Generator) -> Batch:
+        """Return these windows of the training text: bytes, and the bytes that follow them."""
         return _inputs_and_targets(self._train[indices])
 
     def test_batch(self, indices: torch.Tensor) -> Batch:
+        """Return these windows of the test text."""
         return _inputs_and_targets(self._test[indices])
 
     def data_checksum(self) -> int:
+        """Return a checksum of both texts."""
         return checksum(self._train, self._test)
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
+        """Return the loss in nats and in bits a byte."""
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
 
@@ -65,8 +73,10 @@ class ByteModel(nn.Module):
         self.predict = nn.Linear(hidden, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Return logits for the byte that follows each byte."""
         states, _ = self.memory(self.embedding(text))
-        return self.predict(states)
+        logits: torch.Tensor = self.predict(states)
+        return logits
 
 
 def _source_files(library: Path) -> list[Path]:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.checkpoints import run_file
-from gradwire.checkpoints.run_file import Checkpoint, CheckpointError
-from gradwire.errors import AggregateError, GradwireError
+from gradwire.checkpoints.run_file import Checkpoint
+from gradwire.errors import AggregateError, CheckpointError, GradwireError
 from gradwire.tasks import backward_option as rows
 from gradwire.tasks import example_order, generator_state
 from gradwire.tasks.base import Task, evaluation_sums, loss_of
@@ -131,7 +131,7 @@ class Training:
         different = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
         if different:
             raise AggregateError(f"replicas differ: rank {', '.join(different)} has other parameters than rank 0")
-        return digests[0]
+        return str(digests[0])
 
     def _save(self, path: Path) -> None:
         """All workers' memories go to rank 0, which writes the file."""

@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import ddp
 from gradwire.catalogue.parse_recipe import recipe
-from gradwire.checkpoints.run_file import CheckpointError
 from gradwire.engine import auto
-from gradwire.errors import SpecError
+from gradwire.errors import CheckpointError, SpecError
 from gradwire.local_sgd.local_sgd import LocalSGD
 from gradwire.tasks.backward_option import split_state
 from gradwire.tasks.settings import Settings
@@ -38,6 +37,7 @@ class EveryStep:
         )  # fmt: skip
 
     def running(self) -> AbstractContextManager[Any]:
+        """Return the context in which training runs; there is nothing to do around it."""
         return nullcontext()
 
     def common_parameters(self) -> AbstractContextManager[Any]:
@@ -45,9 +45,11 @@ class EveryStep:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of this worker for a checkpoint."""
         return self.handle.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the state of this worker; CheckpointError if it is of a run with delayed syncs."""
         if "anchor" in state:
             raise CheckpointError("the checkpoint is of a run with --sync-every above 1: go on with that")
         self.handle.load_state_dict(state)
@@ -61,9 +63,11 @@ class Delayed:
         self.handle = LocalSGD(model, optimizer, codec, sync_every)
 
     def running(self) -> AbstractContextManager[Any]:
+        """Return the context in which training runs; leaving it syncs a last time."""
         return self.handle
 
     def common_parameters(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model has parameters that are the same on all workers."""
         return self.handle.common_parameters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class Delayed:
         return {**self.handle.state_dict(), "local": local}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the state of this worker; CheckpointError if it is of a run that exchanged every step."""
         if "anchor" not in state:
             raise CheckpointError("the checkpoint is of a run that exchanged every step: leave out --sync-every")
         self.handle.load_state_dict(state)
@@ -82,7 +87,7 @@ class Delayed:
 def parallelize(
     model: nn.Module, optimizer: torch.optim.Optimizer, codec: str, settings: Settings
 ) -> EveryStep | Delayed:
-    """By the recipe's own delay, or the one given."""
+    """Return how workers keep together: delayed if the recipe or the settings say so, otherwise in every step."""
     sync_every = settings.sync_every
     if auto.parse(codec) is not None:
         if (sync_every or 1) > 1:
