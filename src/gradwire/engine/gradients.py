@@ -230,7 +230,7 @@ class Gradients:
     def stats(self) -> dict[str, float]:
         """Return the totals of this rank since it was attached or loaded; `ratio` is fp32 bytes over frame bytes."""
         if self._exchange is None:
-            figures = {**self.ledger.stats(), "wire_bytes_sent": 0, "wire_bytes_received": 0, "wait_s": 0.0}
+            figures = {**self.ledger.stats(), "wire_bytes_sent": 0, "wire_bytes_received": 0}
         else:
             figures = self._exchange.stats()
             if self._link is not None and self._link is not self._exchange.link:  # that joins one rank of each host

@@ -131,7 +131,6 @@ class FSDPHandle:
             **figures,
             "wire_bytes_sent": self._link.bytes_sent,
             "wire_bytes_received": self._link.bytes_received,
-            "wait_s": self._reduce_scatter.wait_s + self._all_reduce.wait_s,
             "dense_bytes": frames.dense_bytes,
             "ratio": frames.dense_bytes / figures["frame_bytes"] if figures["frame_bytes"] else 1.0,
         }

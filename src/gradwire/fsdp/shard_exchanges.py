@@ -5,7 +5,6 @@ Both replace a collective in its place, in the thread and the order in which FSD
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Hashable
 
@@ -31,7 +30,6 @@ class ShardReduceScatter:
 
     def __init__(self, frames: ShardFrames, link: Link):
         self.frames, self.exchange = frames, AllToAll(link)
-        self.wait_s = 0.0  # how long the training stood still for the exchange
 
     def __call__(
         self, key: Hashable, layout: ShardLayout, rows: torch.Tensor, out: torch.Tensor, weight: float
@@ -53,9 +51,8 @@ class ShardReduceScatter:
         if frames.memory is not None:
             frames.memory.written(layout.shapes)
         subject = Subject(frames.ledger.steps, _fingerprint(plans, layout))
-        start = time.perf_counter()
-        arrived = self.exchange.finish(self.exchange.start(key, subject, messages, lengths))
-        self.wait_s += time.perf_counter() - start
+        with frames.ledger.waiting():
+            arrived = self.exchange.finish(self.exchange.start(key, subject, messages, lengths))
         total = _Sum(frames, out, layout, link.rank, weight)
         for sender, received in enumerate(arrived):
             total.add(kept) if sender == link.rank else total.decode(sender, received)
@@ -68,7 +65,6 @@ class ReplicaAllReduce:
 
     def __init__(self, frames: ShardFrames, link: Link):
         self.frames, self.exchange = frames, AllGather(link)
-        self.wait_s = 0.0  # how long the training stood still for the exchange
 
     def __call__(self, key: Hashable, layout: ShardLayout, shard: int, row: torch.Tensor, weight: float) -> None:
         """Replace the row by the sum over replicas, each times `weight`."""
@@ -81,9 +77,8 @@ class ReplicaAllReduce:
         if frames.memory is not None:
             frames.memory.written(layout.shapes)
         subject = Subject(frames.ledger.steps, _fingerprint([plans], layout))
-        start = time.perf_counter()
-        arrived = self.exchange.finish(self.exchange.start(key, subject, room, HEAD - PREFIX + length))
-        self.wait_s += time.perf_counter() - start
+        with frames.ledger.waiting():
+            arrived = self.exchange.finish(self.exchange.start(key, subject, room, HEAD - PREFIX + length))
         total = _Sum(frames, row, layout, shard, weight)
         for rank, message in enumerate(arrived):
             total.decode(rank, message)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,7 +73,6 @@ class LocalSGD:
         self.memories, self.ledger = WorkerMemories(), StepLedger()
         self._group = process_group
         self._round: SyncRound | None = None  # from the first block on, when the ranks have met
-        self._wait_s = 0.0  # that the training stood still for the exchange
         self._parameters = trainable(model)
         self._check_recipes()
         slowest = max(self.recipes.by_pattern.values(), key=lambda recipe: recipe.sync_every)
@@ -224,9 +222,8 @@ class LocalSGD:
             with_buffers = send and self.ledger.steps % self._buffers_every == 0
         sync_round = self._connected()
         try:
-            start = time.perf_counter()
-            arrived = sync_round.run(means, self.steps, send=send, left=left, with_buffers=with_buffers, last=last)
-            self._wait_s += time.perf_counter() - start
+            with self.ledger.waiting():
+                arrived = sync_round.run(means, self.steps, send=send, left=left, with_buffers=with_buffers, last=last)
         except BaseException as error:
             self._link.give_up(error)
             sync_round.coder.abandon_step()
@@ -308,7 +305,6 @@ class LocalSGD:
             **figures,
             "wire_bytes_sent": link.bytes_sent if link else 0,
             "wire_bytes_received": link.bytes_received if link else 0,
-            "wait_s": self._wait_s,
             "dense_bytes": self.dense_bytes,
             "ratio": self.dense_bytes / figures["frame_bytes"] if figures["frame_bytes"] else 1.0,
         }

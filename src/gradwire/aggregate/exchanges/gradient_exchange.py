@@ -13,7 +13,6 @@ sums/sum_exchange.py for recipes whose integers are added up on their way, whate
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
@@ -54,7 +53,6 @@ class GradientExchange:
         sums: WordSums | None = None, loss_scale: Callable[[], float] | None = None,
     ):  # fmt: skip
         self.coder, self.link, self.host, self.aggregate = coder, link, host, aggregate
-        self.wait_s = 0.0  # how long the training stood still for the exchange
         self.messages = 0  # sent since the last `use`
         self._loss_scale = loss_scale
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
@@ -103,14 +101,13 @@ class GradientExchange:
 
         Memories are committed, or rolled back on all ranks if a gradient was not finite on any.
         """
-        start = time.perf_counter()
         self._thread.submit(self._last_job)
         try:
-            self._thread.drain()
+            with self.coder.ledger.waiting():
+                self._thread.drain()
         except BaseException as error:
             self.abandon_step(error)
             raise
-        self.wait_s += time.perf_counter() - start
         return self._tensors.take_touched()
 
     def abandon_step(self, error: BaseException | None = None) -> None:
@@ -190,7 +187,6 @@ class GradientExchange:
             **self.coder.ledger.stats(),
             "wire_bytes_sent": self.link.bytes_sent + self._sums.bytes_sent,
             "wire_bytes_received": self.link.bytes_received + self._sums.bytes_received,
-            "wait_s": self.wait_s,
         }
         if self.coder.recipes.any("sums"):
             figures["repairs"] = self._sums.repairs

@@ -18,6 +18,7 @@ class StepLedger:
         self.steps = 0  # exchanges that are over, those of a loaded checkpoint among them
         self.frame_bytes = 0
         self.encode_s = self.decode_s = 0.0
+        self.wait_s = 0.0  # how long the training stood still for exchanges
         self.finite = True  # whether all that any rank has sent in this step is finite, as far as is known
 
     @contextmanager
@@ -33,6 +34,13 @@ class StepLedger:
         start = time.perf_counter()
         yield
         self.decode_s += time.perf_counter() - start
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of this block as time in which the training stands still."""
+        start = time.perf_counter()
+        yield
+        self.wait_s += time.perf_counter() - start
 
     def count_frame_bytes(self, count: int) -> None:
         """Count bytes of frames, or of what is sent in place of frames."""
@@ -57,4 +65,9 @@ class StepLedger:
 
     def stats(self) -> dict[str, float]:
         """Return the totals."""
-        return {"frame_bytes": self.frame_bytes, "encode_s": self.encode_s, "decode_s": self.decode_s}
+        return {
+            "frame_bytes": self.frame_bytes,
+            "encode_s": self.encode_s,
+            "decode_s": self.decode_s,
+            "wait_s": self.wait_s,
+        }
