@@ -476,7 +476,7 @@ def test_progress_only_if_it_takes_long(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(command.Progress, "start", lambda self: started.append(time.monotonic()))
     path = save(tmp_path / "a.npz", NAMED)
     inspect(path)
-    assert not started and command.PATIENCE == 2.0
+    assert not started and command.BAR_AFTER == 2.0
     analyse = tensors.analyse
 
     def slowly(*arguments: Any) -> tensors.TensorReport:
@@ -484,7 +484,7 @@ def test_progress_only_if_it_takes_long(tmp_path: Path, monkeypatch: pytest.Monk
         return analyse(*arguments)
 
     monkeypatch.setattr(tensors, "analyse", slowly)
-    monkeypatch.setattr(command, "PATIENCE", 0.05)
+    monkeypatch.setattr(command, "BAR_AFTER", 0.05)
     begin = time.monotonic()
     inspect(path)
     assert len(started) == 1 and started[0] - begin >= 0.05
