@@ -11,7 +11,7 @@ If a buffer changed on some ranks only, the others enter the mean with its old v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -110,6 +110,11 @@ class Buffers:
         for name, buffer in self._float_buffers().items():
             if name in (self._averaged if only_averaged else self.common):
                 buffer.copy_(self.common[name])
+
+    def load(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take over the common buffers of a checkpoint, which has all of them."""
+        for name, buffer in saved.items():
+            self.common[name].copy_(buffer)
 
     def follow(self) -> None:
         """Copy the model's buffers into `common`, when all ranks are known to have the same model."""

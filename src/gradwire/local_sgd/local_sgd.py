@@ -340,8 +340,7 @@ class LocalSGD:
         with torch.no_grad():
             for name, saved in state["anchor"].items():
                 self._anchor[name].copy_(saved)
-            for name, saved in state["buffers"].items():
-                self._buffers.common[name].copy_(saved)
+            self._buffers.load(state["buffers"])
         self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch would go on writing to the caller's tensors
         self.steps = self._steps_before = int(state["local_steps"])
         self.pending = int(state["pending"])
