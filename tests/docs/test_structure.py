@@ -11,16 +11,6 @@ import gradwire
 
 PACKAGE = Path(gradwire.__file__).parent
 DATA_PATH = ("aggregate", "engine", "local_sgd", "fsdp", "correct", "codecs", "checkpoints", "ddp", "data_parallel")
-    "aggregate",
-    "engine",
-    "local_sgd",
-    "fsdp",
-    "correct",
-    "codecs",
-    "checkpoints",
-    "ddp.py",
-    "data_parallel.py",
-)
 # What is written from outside after all: records that the same file defines, and torch's own objects.
 WRITTEN_FROM_OUTSIDE = {
     ("aggregate/sums/aggregator_fallback.py", "pending.at_aggregator"),
