@@ -5,6 +5,7 @@ pytest --quick                  the quick tier: `make test`
 pytest --rest                   what the quick tier leaves out; `make test-all` runs one after the other
 pytest --slow                   the slow ones too: tensors of more than 2³¹ entries, up to 12 GB of memory
 pytest -k name                  one test, or one scenario with ranks, by its name, of whichever tier
+pytest -k name --case text      of a loop over many cases, those whose names contain the text
 GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
 HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
 pytest -n 2                     two tests at a time
@@ -30,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support import cases
 from support.helpers import BACKENDS, use_backend
 from support.rank_pool import RankPool
 
@@ -42,11 +44,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the thorough tests")
     parser.addoption("--rest", action="store_true", help="run only what --quick leaves out")
+    parser.addoption("--case", default="", help="of loops over cases, run only those whose names contain this")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: repeats a promise of the quick tier at length; --quick leaves it out")
+    cases.wanted = config.getoption("--case")
     config.addinivalue_line("markers", "slow: needs much memory or time; runs only with --slow")
 
 

@@ -19,6 +19,7 @@ import gradwire
 from gradwire.backward import POLICIES, RowMemory
 from gradwire.backward.autograd import mean_input
 from gradwire.backward.row_choice import Choice
+from support.cases import for_each
 from support.helpers import bits, check_same
 from support.plain_rows import PlainRows, close
 
@@ -65,8 +66,8 @@ INPUTS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", INPUTS)
+@for_each("dtype", DTYPES, ids=str)
+@for_each("shape", INPUTS)
 def test_all_rows_are_the_exact_gradient_bit_for_bit(dtype, shape):
     for bias in (True, False):
         plain = nn.Linear(20, 13, bias=bias).to(dtype)
@@ -80,8 +81,8 @@ def test_all_rows_are_the_exact_gradient_bit_for_bit(dtype, shape):
                     check_same(ours[name], value)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("policy", POLICIES)
+@for_each("dtype", DTYPES, ids=str)
 def test_outputs_and_gradients_of_inputs_and_bias_are_exact_at_any_k(dtype, policy):
     plain = nn.Linear(20, 13).to(dtype)
     layer = gradwire.backward.convert(copy.deepcopy(plain), 3, policy)
@@ -96,8 +97,8 @@ def test_outputs_and_gradients_of_inputs_and_bias_are_exact_at_any_k(dtype, poli
 FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
 
 
-@pytest.mark.parametrize("places", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("places", [1, 2, 3])
+@for_each("dtype", DTYPES, ids=str)
 def test_convolutions(places, dtype):
     """torch sums a convolution's weight gradient in an order of its own: that one is equal to rounding."""
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[places - 1]
@@ -153,9 +154,9 @@ def batches(count: int, rows: int = 12, inputs: int = 6, outputs: int = 5) -> It
         yield torch.randn(rows, inputs, generator=generator) * sizes, torch.randn(rows, outputs, generator=generator)
 
 
-@pytest.mark.parametrize("centre", [True, False], ids=["centred", "as in the paper"])
-@pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("policy", POLICIES)
+@for_each("centre", [True, False], ids=["centred", "as in the paper"])
+@for_each("decay", [1.0, 0.5, 0.0])
+@for_each("policy", POLICIES)
 def test_gradients_and_memories_are_those_of_the_paper(policy, decay, centre, picks):
     layer = gradwire.backward.Linear(6, 5, k=0.25, policy=policy, decay=decay, centre=centre)
     plain = PlainRows(6, 5, decay, centre)
@@ -282,8 +283,8 @@ def test_rows_without_a_score_come_last(policy):
         )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("score", [0.0, 1.0])
+@for_each("policy", POLICIES)
+@for_each("score", [0.0, 1.0])
 def test_ties_still_give_k_different_rows_in_order(policy, score):
     chosen = Choice(5, policy).pick(torch.full((12,), score, dtype=torch.float64)).tolist()
     assert chosen == sorted(set(chosen)) and len(chosen) == 5 and 0 <= chosen[0] <= chosen[-1] < 12

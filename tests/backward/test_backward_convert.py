@@ -15,6 +15,7 @@ from torch import nn
 import gradwire
 from gradwire.backward import convert, converted, forget, revert
 from gradwire.errors import GradwireError, SpecError
+from support.cases import for_each
 from support.helpers import bits
 
 
@@ -162,7 +163,7 @@ def test_converting_twice_keeps_memories():
     assert not [key for key in model.state_dict() if "memory" in key]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"k": 0}, "at least one row"),

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import gradwire
 from gradwire.backward import RowMemory, convert, converted, forget
 from gradwire.errors import GradwireError
+from support.cases import for_each
 from support.helpers import bits, check_same
 from support.plain_rows import PlainRows, close
 
@@ -60,8 +61,8 @@ def test_a_layer_without_outputs_or_inputs():
         assert layer.weight.grad.shape == plain.weight.grad.shape and not layer.weight.grad.any()
 
 
-@pytest.mark.parametrize("policy", ["topk", "weightedk", "randk"])
-@pytest.mark.parametrize("centre", [True, False])
+@for_each("policy", ["topk", "weightedk", "randk"])
+@for_each("centre", [True, False])
 def test_rows_without_a_gradient_do_not_pile_up(policy, centre):
     """Padding: it has the same slots in every batch, until a batch comes that has none."""
     layer = gradwire.backward.Linear(6, 5, bias=False, k=4, policy=policy, centre=centre)
@@ -220,7 +221,7 @@ def test_plain_states_and_back():
     assert not [name for name in without.state_dict() if "memory" in name]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("inputs", "outputs"),
     [((3, 7), (3, 8)), ((3, 6), (4, 8)), ((3, 6), (3, 5)), ((6,), (8,)), ((), ()), ((0, 6), (3, 8)), ((3, 6), None)],
 )

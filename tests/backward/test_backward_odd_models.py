@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import gradwire
 from gradwire import GradwireError
 from gradwire.backward import convert, converted, forget, revert
+from support.cases import for_each
 
 
 def mlp() -> nn.Sequential:
@@ -159,8 +160,8 @@ def test_a_saved_model_goes_on_where_it_was():
     assert_same(again.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("swap", [False, True], ids=["in place", "swapped"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@for_each("swap", [False, True], ids=["in place", "swapped"])
+@for_each("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_memories_survive_a_change_of_dtype(dtype: torch.dtype, swap: bool):
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swap)

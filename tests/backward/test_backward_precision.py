@@ -12,6 +12,7 @@ from torch import nn
 
 import gradwire
 from gradwire.backward import convert, converted
+from support.cases import for_each
 from support.helpers import bits, check_same
 
 
@@ -24,9 +25,9 @@ def memory(layer: nn.Module) -> tuple[bytes, bytes]:
     return bits(layer.memory.inputs), bits(layer.memory.outputs)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["inputs", "outputs"])
-@pytest.mark.parametrize("k", [2, 1.0])
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("where", ["inputs", "outputs"])
+@for_each("k", [2, 1.0])
 def test_rows_that_are_not_finite_do_not_reach_the_memory(bad, where, k):
     layer = gradwire.backward.Linear(6, 5, k=2, centre=False)
     x, d = batch(0)

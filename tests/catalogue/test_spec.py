@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import gradwire
 from gradwire import GradwireError, SpecError
 from gradwire.catalogue.all_recipes import CATALOGUE
+from support.cases import for_each
 
 MINIFLOAT = ["co3", "gennorm"]
 
@@ -71,7 +72,7 @@ def test_recipes_are_described():
     assert "2203.09044" in CATALOGUE["co3"].paper and "2111.07599" in CATALOGUE["gennorm"].paper
 
 
-@pytest.mark.parametrize(
+@for_each(
     "spec, message",
     [
         ("co4", r"unknown recipe 'co4'; did you mean 'co3'\? \(allowed: none, fp16, bf16, co3, ecq, gennorm"),

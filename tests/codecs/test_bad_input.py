@@ -11,6 +11,7 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
+from support.cases import for_each
 from support.helpers import BACKENDS, FLOATS, SPECS, bits, check_contract_3, check_same, encode_into, gradient
 from support.plain_decoder import plain_decode
 
@@ -34,8 +35,8 @@ def check_travels_as_it_is(codec: gradwire.Codec, tensor: torch.Tensor, **option
         assert codec.encode(tensor) == frame
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("dtype", FLOATS)
+@for_each("spec", SPECS)
 def test_non_finite_tensors_travel_as_they_are(backend, spec, dtype):
     for bad in (math.nan, math.inf, -math.inf):
         for count, position in ((1, 0), (5, 4), (100, 0), (100, 99)):
@@ -44,8 +45,8 @@ def test_non_finite_tensors_travel_as_they_are(backend, spec, dtype):
             check_travels_as_it_is(gradwire.codec(spec), tensor)
 
 
-@pytest.mark.parametrize("position", [0, 63, 64, 12_345, 65_536, 199_999])
-@pytest.mark.parametrize("spec", ["co3", "gennorm", "co3:format=e2m1"])
+@for_each("position", [0, 63, 64, 12_345, 65_536, 199_999])
+@for_each("spec", ["co3", "gennorm", "co3:format=e2m1"])
 def test_one_nan_among_many(backend, spec, position):
     """Also where the sample that the fit looks at does not see it."""
     tensor = gradient(200_000)
@@ -85,8 +86,8 @@ def encode_large(codec: gradwire.Codec, tensor: torch.Tensor, memory: torch.Tens
     return out[: codec.encode_into(tensor, out, residual=memory, decay=0.9)]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("count", [5, 100, 200_000])
+@for_each("bad", [math.nan, math.inf])
+@for_each("count", [5, 100, 200_000])
 def test_memory_that_is_not_finite_never_makes_a_bad_frame(backend, count, bad):
     """It should never come to that; if it does, the frame is still one that decodes, or the caller is told."""
     memory = torch.zeros(count)
@@ -102,8 +103,8 @@ def test_memory_that_is_not_finite_never_makes_a_bad_frame(backend, count, bad):
 # ── numbers at the edges ──────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("dtype", FLOATS)
+@for_each("spec", SPECS)
 def test_zeros_stay_zero(backend, spec, dtype):
     large = 70_000 if spec == "gennorm" or backend == BACKENDS[-1] else 200
     for count in (1, 9, 100, large):
@@ -129,8 +130,8 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("name", EDGES)
+@for_each("spec", SPECS)
 def test_edges_of_the_range(backend, spec, name):
     """Finite in, finite out, and what is not sent is remembered, three times over."""
     tensor, memory = EDGES[name], torch.zeros(len(EDGES[name]))
@@ -144,8 +145,8 @@ def test_edges_of_the_range(backend, spec, name):
                 check_contract_3(sent, memory, tensor, before, 0.5)
 
 
-@pytest.mark.parametrize("count", [3, 100])
-@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "co3", "gennorm"])
+@for_each("count", [3, 100])
+@for_each("spec", ["none", "fp16", "bf16", "co3", "gennorm"])
 def test_half_precision_does_not_overflow(backend, spec, count):
     """g + γe beyond what fp16 or bf16 holds: what is sent is finite, and the rest is remembered."""
     for dtype in (torch.float16, torch.bfloat16):
@@ -170,7 +171,7 @@ def test_fp64_beyond_the_range_of_fp32_travels_as_it_is(backend):
 # ── tensors that no codec takes ───────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrong, message",
     [
         (torch.eye(5).to_sparse(), r"layout torch\.sparse_coo: call \.to_dense\(\)"),
@@ -184,7 +185,7 @@ def test_fp64_beyond_the_range_of_fp32_travels_as_it_is(backend):
     ],
     ids=["sparse", "complex", "float8", "meta", "rank", "numpy", "list", "None"],
 )
-@pytest.mark.parametrize("spec", ["none", "fp16", "co3"])
+@for_each("spec", ["none", "fp16", "co3"])
 def test_tensors_that_no_codec_takes(spec, wrong, message):
     codec = gradwire.codec(spec)
     with pytest.raises(GradwireError, match=message):
@@ -220,7 +221,7 @@ def test_out_that_is_too_small():
         codec.encode_into(tensor, torch.empty(needed - 1, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "memory",
     [
         torch.zeros(99),
@@ -232,7 +233,7 @@ def test_out_that_is_too_small():
     ],
     ids=["short", "long", "fp64", "fp16", "strided", "meta"],
 )
-@pytest.mark.parametrize("argument", ["residual", "residual_out"])
+@for_each("argument", ["residual", "residual_out"])
 def test_memory_of_the_wrong_kind(argument, memory):
     codec, tensor = gradwire.codec("co3"), gradient(100)
     options = {"residual": torch.zeros(100)} | {argument: memory}

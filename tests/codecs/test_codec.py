@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import FrameError, GradwireError, codecs
+from support.cases import for_each
 from support.helpers import (
     BACKENDS,
     DTYPES,
@@ -71,7 +72,7 @@ SHAPES = [(), (0,), (3, 0, 2), (1,), (1, 1, 1), (9,), (33,), (5, 3), (2, 3, 4, 5
 VIEWS = ["transpose", "every second", "expand", "flip", "narrow"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_every_dtype(backend, spec):
     codec = gradwire.codec(spec)
     for dtype in DTYPES:
@@ -131,7 +132,7 @@ def test_views_are_encoded_as_what_they_show(backend, spec):
 # ── what a codec is ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_its_text_rebuilds_a_codec(spec):
     codec = gradwire.codec(spec)
     again = gradwire.codec(str(codec))
@@ -141,7 +142,7 @@ def test_its_text_rebuilds_a_codec(spec):
     assert codec != gradwire.codec("co3:format=e3m3b3") and codec != str(codec)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_frames_stay_below_what_was_announced(backend, spec):
     codec = gradwire.codec(spec)
     wide = gradient(3000, beta=0.2) * 1e20
@@ -149,8 +150,8 @@ def test_frames_stay_below_what_was_announced(backend, spec):
         assert len(codec.encode(tensor)) <= codec.max_frame_bytes(tensor)
 
 
-@pytest.mark.parametrize("coder", ["huffman", "rans"])
-@pytest.mark.parametrize("name", ["fp4", "fp8", "e2m1"])
+@for_each("coder", ["huffman", "rans"])
+@for_each("name", ["fp4", "fp8", "e2m1"])
 def test_coding_is_never_longer_than_raw(coder, name):
     codec, raw = (gradwire.codec(f"co3:format={name},coder={c}") for c in (coder, "raw"))
     for count in [*range(9, 130), 300, 3000]:
@@ -164,8 +165,8 @@ def test_small_tensors_are_stored():
         assert plain_decode(gradwire.codec("co3").encode(random_tensor((count + 1,), dtype))).codec == 1
 
 
-@pytest.mark.parametrize("spec", ["co3", "co3:format=fp8", "co3:format=e2m1"])
-@pytest.mark.parametrize("beta", [0.3, 0.5, 1.0, 2.0])
+@for_each("spec", ["co3", "co3:format=fp8", "co3:format=e2m1"])
+@for_each("beta", [0.3, 0.5, 1.0, 2.0])
 def test_frames_take_what_their_symbols_are_worth(backend, spec, beta):
     """Within half a percent of the entropy of the symbols and a byte for the frequency of each of them."""
     count = 2**16
@@ -178,8 +179,8 @@ def test_frames_take_what_their_symbols_are_worth(backend, spec, beta):
 # ── encode_into ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("count", [0, 5, 500, 70_000])
+@for_each("spec", SPECS)
+@for_each("count", [0, 5, 500, 70_000])
 def test_encode_into_writes_what_encode_returns(backend, spec, count):
     if backend != BACKENDS[-1]:
         count = min(count, 3000)
@@ -188,7 +189,7 @@ def test_encode_into_writes_what_encode_returns(backend, spec, count):
     assert encode_into(codec, tensor, seed=3, residual=torch.zeros(count)) == codec.encode(tensor, seed=3)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_memory_in_place_or_elsewhere(backend, spec):
     codec = gradwire.codec(spec)
     for count, dtype in itertools.product((0, 3, 500), FLOATS):
@@ -229,8 +230,8 @@ def test_writes_nothing_behind_what_was_announced(backend):
 # ── contract 3: nothing is lost ───────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", [*SPECS, "co3:format=ue3m2b3"])
+@for_each("dtype", FLOATS)
+@for_each("spec", [*SPECS, "co3:format=ue3m2b3"])
 def test_what_is_not_sent_is_remembered(backend, spec, dtype):
     """ĝ + e′ = g + γe each step, and over up to 50 steps Σĝ + e_T + (1−γ)Σe = Σg; ĝ is decoded from the bytes."""
     codec, count, decay = gradwire.codec(spec), 90, 1.0 if "fp8" in spec else 0.9
@@ -276,8 +277,8 @@ def test_a_sample_that_misleads(backend):
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("spec", ["co3", "gennorm", "co3:coder=raw", "co3:format=e3m0b2", "none", "fp16"])
-@pytest.mark.parametrize("dtype", FLOATS)
+@for_each("spec", ["co3", "gennorm", "co3:coder=raw", "co3:format=e3m0b2", "none", "fp16"])
+@for_each("dtype", FLOATS)
 def test_segments_have_steps_of_their_own(backend, spec, dtype):
     codec = gradwire.codec(spec)
     scales = {40: 1, 100: 1e3, 33: 0, 50: 1e-2, 1000: 1}
@@ -378,7 +379,7 @@ def test_frames_come_as_any_kind_of_bytes(backend, spec):
         check_same(gradwire.decode(same), expected)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(30), torch.zeros(30).char(), "GW", None, 5, [71, 87]])
+@for_each("wrong", [torch.zeros(30), torch.zeros(30).char(), "GW", None, 5, [71, 87]])
 def test_what_is_no_frame(wrong):
     with pytest.raises(FrameError):
         gradwire.decode(wrong)
@@ -439,7 +440,7 @@ def test_integers_survive_exactly(backend):
             check_same(gradwire.decode(gradwire.codec(spec).encode(tensor)), tensor)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_none_loses_nothing(backend, dtype):
     tensor = random_tensor((100,), dtype)
     if dtype is torch.float64:
@@ -452,8 +453,8 @@ def test_codecs_can_be_pickled():
     assert pickle.loads(pickle.dumps(codec)) == codec
 
 
-@pytest.mark.parametrize("spec", ["co3", "co3:coder=huffman", "co3:format=fp8", "ecq", "stc", "none", "fp16", "qsgd"])
-@pytest.mark.parametrize("count", [5, 1000, 70_001])
+@for_each("spec", ["co3", "co3:coder=huffman", "co3:format=fp8", "ecq", "stc", "none", "fp16", "qsgd"])
+@for_each("count", [5, 1000, 70_001])
 def test_decoding_onto_another_tensor(backend, spec, count):
     random = torch.Generator().manual_seed(count)
     tensor, onto = (torch.randn(count, generator=random) for _ in range(2))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import gradwire
+from support.cases import for_each
 from support.helpers import bits
 
 SPECS = ("co3", "co3:coder=huffman", "ecq:rate=1", "ecq:rate=3", "sbc:p=0.01", "topk:p=0.01", "stc:p=0.001")
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("offset", [0, 1, 16])
-@pytest.mark.parametrize("extra", [0, 5])
+@for_each("spec", SPECS)
+@for_each("offset", [0, 1, 16])
+@for_each("extra", [0, 5])
 def test_in_place_and_apart_are_the_same(spec: str, offset: int, extra: int) -> None:
     generator = torch.Generator().manual_seed(offset)
     count = 2**18 + extra

@@ -24,6 +24,7 @@ from gradwire.models.gennorm import GenNorm
 from gradwire.models.histogram import Histogram
 from gradwire.models.integer_frequencies import bits_per_symbol, normalize
 from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
+from support.cases import for_each
 from support.helpers import NO_NATIVE, bits, gradient, native
 from support.plain_coders import (
     plain_code_lengths,
@@ -177,8 +178,8 @@ def test_rans_round_trip_of_several_chunks(backend, case, lanes, size):
             kernels.rans_decode(memoryview(damaged_body), lengths, size, frequencies, precision, lanes, decoded)
 
 
-@pytest.mark.parametrize("precision", range(8, 15))
-@pytest.mark.parametrize("lanes", LANES)
+@for_each("precision", range(8, 15))
+@for_each("lanes", LANES)
 def test_rans_lengths_around_whole_rows(backend, lanes, precision):
     rng = np.random.default_rng(precision)
     for size in (3, 11, 16, 17, 200):
@@ -210,7 +211,7 @@ def test_rans_layout_of_any_size(count, bits_per_entry):
     check_layout(count, bits_per_entry * count)
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 2**16, 2**18, 2**18 + 1, 2**18 + 63, 2**19, 2**19 + 1])
+@for_each("count", [1, 63, 64, 65, 2**16, 2**18, 2**18 + 1, 2**18 + 63, 2**19, 2**19 + 1])
 def test_rans_lengths_around_whole_chunks(backend, count):
     f = normalize(np.array([1, 5, 20, 60, 100, 60, 20, 5, 1]), 8)
     symbols = np.random.default_rng(0).choice(9, size=count, p=f / 256).astype(np.uint8)
@@ -318,8 +319,8 @@ def check_close_to_ideal(backend: str, size: int, skew: float, precision: int, l
         assert ideal - 1 <= length <= (1 + loss) * ideal + 3 * lanes
 
 
-@pytest.mark.parametrize("precision", range(8, 14))
-@pytest.mark.parametrize("size, skew", [(2, 0.2), (11, 0.1), (11, 1), (11, 10), (200, 1)])
+@for_each("precision", range(8, 14))
+@for_each("size, skew", [(2, 0.2), (11, 0.1), (11, 1), (11, 10), (200, 1)])
 def test_rans_is_within_a_thousandth_of_the_ideal(backend, size, skew, precision):
     check_close_to_ideal(backend, size, skew, precision, 0.001)
 
@@ -414,7 +415,7 @@ def test_crc32_of_every_length(backend):
         assert kernels.crc32(memoryview(data)[:length]) == reference.crc32(data[:length])
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000, 65_536])
+@for_each("count", [0, 1, 7, 8, 9, 1000, 65_536])
 def test_moments_and_absmax(backend, count):
     """The sums may be taken in any order, in fp64: each addition errs by at most 2⁻⁵³ of the sum."""
     for x in (gradient(count), gradient(count) * 1e30, gradient(count) * 1e-38, gradient(count).relu()):
@@ -425,14 +426,14 @@ def test_moments_and_absmax(backend, count):
         assert kernels.absmax(x) == reference.absmax(x)
 
 
-@pytest.mark.parametrize("count", [1, 1000, 65_536, 65_537, 65_600, 300_001])
+@for_each("count", [1, 1000, 65_536, 65_537, 65_600, 300_001])
 def test_sample_is_the_references(backend, count):
     grad, memory = gradient(count), gradient(count, 1)
     for arguments in ((grad, None, 0.0), (grad, memory, 0.9), (grad * 1e38, memory * 1e38, 1.0)):
         assert bits(kernels.sample(*arguments)) == bits(reference.sample(*arguments))
 
 
-@pytest.mark.parametrize("name", ["fp4", "e2m1", "fp8", "e4m3", "e3m0b2", "ue3m2b4"])
+@for_each("name", ["fp4", "e2m1", "fp8", "e4m3", "e3m0b2", "ue3m2b4"])
 def test_squared_errors(backend, name):
     """Of the values that would be sent, in fp64, up to the order of the sum."""
     fmt, x = parse_format(name), gradient(5000)

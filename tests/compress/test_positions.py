@@ -17,6 +17,7 @@ from gradwire import kernels
 from gradwire.compress import golomb, positions
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader
+from support.cases import for_each
 from support.helpers import BACKENDS, FLOATS, assemble, check_same, gradient, repair, use_backend
 from support.plain_coders import plain_varint
 from support.plain_decoder import plain_decode
@@ -178,7 +179,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_frames_follow_the_page(backend: str, spec: str) -> None:
     for dtype in FLOATS:
         for count in (1, 10, 999):
@@ -233,7 +234,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("name", list(INVALID))
+@for_each("name", list(INVALID))
 def test_invalid_payloads(backend: str, name: str) -> None:
     with pytest.raises(FrameError):
         gradwire.decode(assemble(INVALID[name], (1000,), 5))

@@ -17,6 +17,7 @@ from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection.code_lengths import symbol_masses
 from gradwire.inspection.goodness import CentredGenNorm
 from gradwire.models import gennorm_cells, gennorm_moments
+from support.cases import for_each
 
 FP4, FP8 = PRESETS["fp4"], PRESETS["fp8"]
 FP4_TABLE = [  # β, s*, NMSE, entropy, Huffman from GenNorm, Huffman from a Normal model
@@ -58,7 +59,7 @@ def close(expected: float) -> object:
     return pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("row", FP4_TABLE, ids=lambda row: str(row[0]))
+@for_each("row", FP4_TABLE, ids=lambda row: str(row[0]))
 def test_fp4(row: tuple[float, ...]) -> None:
     beta, scale, error, bits, from_gennorm, from_normal = row
     step = gennorm_cells.best_step(FP4, beta)
@@ -80,7 +81,7 @@ def test_fp8(beta: float, bits: float, from_gennorm: float, from_normal: float) 
     assert huffman_bits(FP8, beta, normal_model(beta)) == close(from_normal)
 
 
-@pytest.mark.parametrize("beta", [row[0] for row in FP4_TABLE])
+@for_each("beta", [row[0] for row in FP4_TABLE])
 def test_best_step_against_numerical_integration(beta: float) -> None:
     """x = t^(1/β) turns GenNorm into a Gamma density, which quadrature handles however small β is."""
     shape = 1 / beta

@@ -13,6 +13,7 @@ import gradwire
 from gradwire import SpecError, kernels
 from gradwire.convert import grid_fit
 from gradwire.convert.grid_fit import LEAST_SHARE
+from support.cases import for_each
 from support.helpers import check_contract_3, check_same, encode_into, gradient, heavy
 
 
@@ -21,9 +22,9 @@ def nmse(frame: bytes, tensor: torch.Tensor) -> float:
     return float(error / tensor.double().square().sum())
 
 
-@pytest.mark.parametrize("count", [5_000, 60_000, 300_000, 1_200_000])
-@pytest.mark.parametrize("beta", [0.25, 0.67, 2.0])
-@pytest.mark.parametrize("rate", [0.3, 1.0, 2.0, 3.5, 6.0])
+@for_each("count", [5_000, 60_000, 300_000, 1_200_000])
+@for_each("beta", [0.25, 0.67, 2.0])
+@for_each("rate", [0.3, 1.0, 2.0, 3.5, 6.0])
 def test_the_rate_is_met(rate, beta, count):
     """All bytes of the payload counted: within 2%, and what a sample may be off by where one decides."""
     frame = gradwire.codec(f"ecq:rate={rate}").encode(heavy(count, 3, beta))
@@ -32,15 +33,15 @@ def test_the_rate_is_met(rate, beta, count):
     assert bits == pytest.approx(rate * count, rel=0.02 + chance, abs=48)
 
 
-@pytest.mark.parametrize("beta", [0.3, 0.67, 2.0])
-@pytest.mark.parametrize("target", [0.3, 0.05, 0.002])
+@for_each("beta", [0.3, 0.67, 2.0])
+@for_each("target", [0.3, 0.05, 0.002])
 def test_the_error_is_met(target, beta):
     for count, tolerance in ((30_000, 0.02), (400_000, 0.1)):  # of a sample, heavy tails are not all there
         tensor = heavy(count, 5, beta)
         assert nmse(gradwire.codec(f"ecq:nmse={target}").encode(tensor), tensor) == pytest.approx(target, rel=tolerance)
 
 
-@pytest.mark.parametrize("beta", [0.3, 0.4, 0.5, 0.67, 1.0, 1.5, 2.0])
+@for_each("beta", [0.3, 0.4, 0.5, 0.67, 1.0, 1.5, 2.0])
 def test_at_least_15_percent_less_error_than_fp4_at_the_same_bytes(beta):
     tensor = heavy(60_000, 11, beta)
     co3 = gradwire.codec("co3").encode(tensor)

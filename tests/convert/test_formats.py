@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gradwire import SpecError, kernels
 from gradwire.convert.minifloat import values
 from gradwire.float_formats import PRESETS, SPECIALS, Format, parse_format
+from support.cases import for_each
 from support.plain_coders import FORMAT_NAMES
 from support.plain_decoder import FORMATS, plain_magnitudes
 
@@ -61,7 +62,7 @@ def check_nearest(fmt: Format, u: torch.Tensor, step: float = 1.0) -> None:
     np.testing.assert_array_equal(kernels.to_symbols(u, step, fmt).numpy(), nearest_symbols(fmt, y))
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@for_each("name", COUNTS)
 def test_number_of_values(name):
     fmt = parse_format(name)
     assert fmt.symbols == len(fmt.levels) == len(np.unique(fmt.levels)) == COUNTS[name]
@@ -81,7 +82,7 @@ def test_range_of_the_eight_bit_formats(name, smallest, largest):
     assert (fmt.magnitudes[1], fmt.largest) == (smallest, largest)
 
 
-@pytest.mark.parametrize("number, name", list(enumerate(FORMAT_NAMES)))
+@for_each("number, name", list(enumerate(FORMAT_NAMES)))
 def test_presets_are_the_formats_numbered_on_the_wire(number, name):
     assert list(PRESETS)[number] == name
     assert PRESETS[name].magnitudes.tolist() == plain_magnitudes(*FORMATS[number])
@@ -112,7 +113,7 @@ def test_conversion_is_torchs_cast(backend, name, dtype):
     assert torch.equal(ours, u.clamp(-limit, limit).to(dtype).float())
 
 
-@pytest.mark.parametrize("name", [*COUNTS, *CUSTOM])
+@for_each("name", [*COUNTS, *CUSTOM])
 def test_rounds_to_the_nearest_value(backend, name):
     fmt = parse_format(name)
     check_nearest(fmt, telling_inputs(fmt))
@@ -152,15 +153,13 @@ def test_minus_zero_is_zero(backend):
         assert kernels.to_symbols(torch.tensor([-0.0, 0.0]), 1.0, fmt).tolist() == [fmt.zero_symbol] * 2
 
 
-@pytest.mark.parametrize(
-    "name", ["e0m1b0", "e7m0b0", "e1m7b0", "e5m3b0", "ue6m3b0", "e2m1b65", "e2m1b-65", "e1m0b0", "ue1m0b0n"]
-)
+@for_each("name", ["e0m1b0", "e7m0b0", "e1m7b0", "e5m3b0", "ue6m3b0", "e2m1b65", "e2m1b-65", "e1m0b0", "ue1m0b0n"])
 def test_formats_that_cannot_be(name):
     with pytest.raises(SpecError, match="no such float format"):
         parse_format(name)
 
 
-@pytest.mark.parametrize("name", ["", "fp5", "e4m3b", "e4m3b7x", "E4M3", "e4m3 b7", "ee4m3b7", "e4m3b7 "])
+@for_each("name", ["", "fp5", "e4m3b", "e4m3b7x", "E4M3", "e4m3 b7", "ee4m3b7", "e4m3b7 "])
 def test_names_that_are_no_formats(name):
     with pytest.raises(SpecError, match=r"unknown format.*allowed: fp4, fp8, e2m1, e4m3, e5m2, e4m3b10"):
         parse_format(name)
@@ -178,7 +177,7 @@ def test_at_most_255_symbols(name):
         parse_format(name)
 
 
-@pytest.mark.parametrize("name", ["e6m1b-64f", "e6m1b-64", "e6m0b-50", "ue6m2b-64n", "e5m2b-64", "e6m1b64f"])
+@for_each("name", ["e6m1b-64f", "e6m1b-64", "e6m0b-50", "ue6m2b-64n", "e5m2b-64", "e6m1b64f"])
 def test_formats_with_extreme_bias_round_rightly_or_are_refused(backend, name):
     try:
         fmt = parse_format(name)

@@ -15,6 +15,7 @@ import gradwire
 from gradwire.convert.level_numbers import round_outward
 from gradwire.convert.levels import EVEN, EXPLICIT, SYMMETRIC, level_values, make_buckets
 from gradwire.kernels import reference
+from support.cases import for_each
 from support.helpers import (
     BACKENDS,
     FLOATS,
@@ -63,7 +64,7 @@ def edge_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_frames_decode_to_what_the_page_says(spec: str, backend: str) -> None:
     codec = gradwire.codec(spec)
     for name, tensor in edge_tensors().items():
@@ -76,7 +77,7 @@ def test_frames_decode_to_what_the_page_says(spec: str, backend: str) -> None:
 
 
 @pytest.mark.skipif(native is None, reason="no native module")
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_all_backends_write_the_same_bytes(spec: str) -> None:
     codec = gradwire.codec(spec)
     for seed, (name, tensor) in enumerate({**edge_tensors(), "large": gradient(2500, 1, beta=0.4)}.items()):
@@ -113,7 +114,7 @@ def test_native_search_equals_the_reference(method: str, levels: int, data: st.D
         assert found.tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_error_feedback_conserves_what_receivers_decode(spec: str) -> None:
     codec = gradwire.codec(spec)
     for dtype in FLOATS:
@@ -124,7 +125,7 @@ def test_error_feedback_conserves_what_receivers_decode(spec: str) -> None:
             check_contract_3(gradwire.decode(frame), memory, grad, before, 0.9)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_segments_keep_their_own_levels(spec: str) -> None:
     """A small tensor beside one that is a million times as large is coded as well as it would be alone."""
     codec = gradwire.codec(spec)
@@ -136,8 +137,8 @@ def test_segments_keep_their_own_levels(spec: str) -> None:
     assert error < 1.5 * alone + 1e-3
 
 
-@pytest.mark.parametrize("spec", ["orq", "orq:levels=129,precision=fp32", "linear:precision=fp32", "bingrad", "qsgd"])
-@pytest.mark.parametrize("sizes", [[1] * 40, [1, 300, 1], [3] * 7 + [500], [2, 2, 2], [600, 5], [259] * 3])
+@for_each("spec", ["orq", "orq:levels=129,precision=fp32", "linear:precision=fp32", "bingrad", "qsgd"])
+@for_each("sizes", [[1] * 40, [1, 300, 1], [3] * 7 + [500], [2, 2, 2], [600, 5], [259] * 3])
 def test_segments_of_any_size_fit_what_was_announced(spec: str, sizes: list[int]) -> None:
     codec, tensor = gradwire.codec(spec), gradient(sum(sizes), 8)
     out = torch.empty(codec.max_frame_bytes(tensor), dtype=torch.uint8)
@@ -157,8 +158,8 @@ def test_equal_buckets_are_written_once() -> None:
     assert len(gradwire.codec("linear").encode(torch.full((1 << 16,), 0.1, dtype=torch.bfloat16))) < 50
 
 
-@pytest.mark.parametrize("spec", UNBIASED)
-@pytest.mark.parametrize("dtype", FLOATS)
+@for_each("spec", UNBIASED)
+@for_each("dtype", FLOATS)
 def test_no_entry_lies_outside_the_levels_of_unbiased_methods(spec: str, dtype: torch.dtype) -> None:
     """Every entry is between two values that receivers get: otherwise it could not be met on average."""
     for count, scale in ((9, 1e-3), (257, 1e-3), (513, 1e-3), (700, 3.7), (700, 1e-7)):
@@ -196,7 +197,7 @@ def test_even_levels_have_exact_ends_and_middle() -> None:
 # ── bad input ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_non_finite_gradients_travel_as_they_are(spec: str) -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         tensor, memory = gradient(600), gradient(600, 1)
@@ -207,7 +208,7 @@ def test_non_finite_gradients_travel_as_they_are(spec: str) -> None:
         check_same(memory, before)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "spec, says",
     [
         ("orq:levels=4", "nearest is 3"), ("orq:levels=7", "nearest is 5"), ("orq:levels=100", "nearest is 129"),
@@ -225,7 +226,7 @@ def test_bad_parameters_say_what_is_allowed(spec: str, says: str) -> None:
         gradwire.codec(spec)
 
 
-@pytest.mark.parametrize("spec", [*SPECS[:4], "qsgd", "signsgd:bucket=100", "linear:coder=huffman"])
+@for_each("spec", [*SPECS[:4], "qsgd", "signsgd:bucket=100", "linear:coder=huffman"])
 def test_damage_is_a_frame_error(spec: str, backend: str) -> None:
     rng = random.Random(spec)
     codec = gradwire.codec(spec)
@@ -264,7 +265,7 @@ def test_the_shortest_payload_is_valid() -> None:
     check_same(gradwire.decode(assemble(segmented, (20,), 4, flags=2)), torch.tensor([-1.0] * 7 + [-2.0] * 13))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "bad, flags",
     [
         (payload(s=1), 0), (payload(s=0), 0), (payload(table=3), 0), (payload(table=12), 0), (payload(table=16), 0),
@@ -318,7 +319,7 @@ def test_native_code_checks_its_arguments() -> None:
         native.spread_levels(np.zeros(9, np.uint8), values, starts, x, False)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_memory_beyond_the_range_of_the_dtype(spec: str) -> None:
     """No level is beyond what receivers can hold: they would find the levels in disorder."""
     x, memory = gradient(3000, 1).half(), gradient(3000, 2, scale=1e37)

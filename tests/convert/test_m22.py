@@ -18,6 +18,7 @@ from gradwire.errors import SpecError
 from gradwire.flower.shared import update
 from gradwire.models import gennorm_moments
 from gradwire.models.weighted_lloyd import levels
+from support.cases import for_each
 from support.helpers import FLOATS, check_same, encode_into
 from support.plain_decoder import plain_decode
 
@@ -44,7 +45,7 @@ def test_levels_of_unit_variance(beta: float, m: int, bits: int, expected: list[
 SOURCES = [(1.0, 0.0, 9, 4), (0.5, 1.5, 2, 2), (0.3, 40.0, 1, 4), (2.0, 0.2, 3, 8), (1.3, 0.0, 0, 16), (4.0, 9.0, 9, 2)]
 
 
-@pytest.mark.parametrize(("beta", "t", "m", "count"), SOURCES)
+@for_each(("beta", "t", "m", "count"), SOURCES)
 def test_levels_are_the_weighted_means_between_midpoints(beta: float, t: float, m: int, count: int) -> None:
     found = levels(beta, t, m, count)
     edges = np.concatenate([[t], (found[1:] + found[:-1]) / 2, [t + 750 ** (1 / beta)]])  # beyond, the density is 0
@@ -60,7 +61,7 @@ def test_levels_are_the_weighted_means_between_midpoints(beta: float, t: float, 
     assert found == pytest.approx(means, rel=1e-6)
 
 
-@pytest.mark.parametrize(("beta", "t", "m", "count"), SOURCES)
+@for_each(("beta", "t", "m", "count"), SOURCES)
 def test_no_other_levels_nearby_are_better(beta: float, t: float, m: int, count: int) -> None:
     """Neither a saddle, to which Newton's method might lead, nor a worse place."""
     z = (np.arange(20_000) + 0.5) / 20_000 * (750 ** (1 / beta)) ** 0.25  # dense where densities of small β are large
@@ -104,8 +105,8 @@ def lloyd(x: np.ndarray, c: np.ndarray, m: int) -> np.ndarray:
     return c
 
 
-@pytest.mark.parametrize("beta", [0.6, 1.0, 2.0])
-@pytest.mark.parametrize(("m", "count"), [(0, 2), (2, 2), (2, 4)])
+@for_each("beta", [0.6, 1.0, 2.0])
+@for_each(("m", "count"), [(0, 2), (2, 2), (2, 4)])
 def test_the_fit_is_nearly_the_best_for_what_top_k_leaves(beta: float, m: int, count: int) -> None:
     x = np.abs(stats.gennorm.rvs(beta, size=100_000, random_state=1))
     for p in (0.1, 0.01):
@@ -209,7 +210,7 @@ def test_small_and_even_tensors(backend: str) -> None:
     assert plain_decode(frame).magnitudes == [0.25]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "match"),
     [
         ("m22:bits=0", "from 1 to 6"), ("m22:bits=7", "from 1 to 6"), ("m22:m=10", "from 0 to 9"),

@@ -12,6 +12,7 @@ import torch
 
 import gradwire
 from gradwire.convert.tinyscript import SHAPES, unit_levels
+from support.cases import for_each
 from support.helpers import bits, gradient
 from support.plain_decoder import plain_decode
 
@@ -57,8 +58,8 @@ def check_condition(x: np.ndarray, low: float, level: float, high: float) -> Non
         assert (v < level).sum() - 1e-6 <= right <= (v <= level).sum() + 1e-6
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("levels", [3, 5, 9, 17])
+@for_each("name", SOURCES)
+@for_each("levels", [3, 5, 9, 17])
 def test_greedy_levels_meet_the_condition_between_their_parents(name: str, levels: int, backend: str) -> None:
     x = bucket(name)
     found = search(x, levels, "greedy")
@@ -70,8 +71,8 @@ def test_greedy_levels_meet_the_condition_between_their_parents(name: str, level
         span //= 2
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("levels", [3, 5, 9])
+@for_each("name", SOURCES)
+@for_each("levels", [3, 5, 9])
 def test_exact_levels_meet_the_condition_between_their_neighbours(name: str, levels: int) -> None:
     x = bucket(name)
     found = search(x, levels, "exact")
@@ -79,10 +80,8 @@ def test_exact_levels_meet_the_condition_between_their_neighbours(name: str, lev
         check_condition(x, low, level, high)
 
 
-@pytest.mark.parametrize("levels", [3, 5, 9])
-@pytest.mark.parametrize(
-    "name, margin", [("normal", 0.02), ("laplace", 0.02), ("heavy", 0.02), ("t3", 0.05), ("skewed", 0.05)]
-)
+@for_each("levels", [3, 5, 9])
+@for_each("name, margin", [("normal", 0.02), ("laplace", 0.02), ("heavy", 0.02), ("t3", 0.05), ("skewed", 0.05)])
 def test_greedy_is_close_to_the_optimum(name: str, margin: float, levels: int) -> None:
     """Over a hundred buckets; a few may be further off, and so are cubic tails and lopsided buckets."""
     total_greedy = total_polished = total_exact = 0.0
@@ -124,8 +123,8 @@ def test_few_entries_are_their_own_levels() -> None:
     assert bits(gradwire.decode(frame)) == bits(gradient(9))
 
 
-@pytest.mark.parametrize("levels", [3, 5, 9])
-@pytest.mark.parametrize("name", SOURCES)
+@for_each("levels", [3, 5, 9])
+@for_each("name", SOURCES)
 def test_orq_has_the_least_variance_at_its_number_of_levels(name: str, levels: int) -> None:
     x = bucket(name)
     largest = np.abs(x).max()
@@ -171,8 +170,8 @@ def pair_error(x: np.ndarray, b: float) -> float:
     return float(np.where(a >= b, (a - b) ** 2, b * b - a * a).sum())
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("n", [1, 2, 5, 40, 2048])
+@for_each("name", SOURCES)
+@for_each("n", [1, 2, 5, 40, 2048])
 def test_bingrad_pb_is_the_fixed_point_and_the_least_error(name: str, n: int, backend: str) -> None:
     x = bucket(name, n)
     (b,) = search(x, 2, "pair")
@@ -216,8 +215,8 @@ def bernstein(variance: np.ndarray, width: np.ndarray, runs: float, probability:
     return linear + np.sqrt(linear**2 + 2 * variance * log / runs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", UNBIASED)
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("spec", UNBIASED)
 def test_unbiased(spec: str, dtype: torch.dtype) -> None:
     tensor = gradient(560, 5, beta=0.6).to(dtype)
     x = tensor.double().numpy()
@@ -299,7 +298,7 @@ def test_tinyscript_fits_a_double_weibull() -> None:
     assert best <= error <= 1.05 * best
 
 
-@pytest.mark.parametrize("spec", ["orq", "bingrad", "qsgd:levels=33", "terngrad", "linear:levels=16", "signsgd"])
+@for_each("spec", ["orq", "bingrad", "qsgd:levels=33", "terngrad", "linear:levels=16", "signsgd"])
 def test_symbols_take_their_true_width_or_less(spec: str) -> None:
     tensor = gradient(40_000, 4)
     join = "," if ":" in spec else ":"

@@ -21,6 +21,7 @@ from gradwire.convert.stc import STC
 from gradwire.convert.topk import TopK, whole_model_threshold
 from gradwire.errors import FrameError, SpecError
 from gradwire.frame import headers
+from support.cases import for_each
 from support.helpers import BACKENDS, FLOATS, bits, check_same, encode_into, gradient, use_backend
 
 VALUES = ("fp32", "fp16", "bf16", "fp4", "fp8", "e3m2b3")
@@ -59,8 +60,8 @@ def plain_sbc(u: list[float], k: int) -> tuple[list[int], float]:
 # ── which entries ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("p", [0.5, 0.1, 0.01, 0.001])
-@pytest.mark.parametrize("count", [1, 7, 100, 4099, 100_003])
+@for_each("p", [0.5, 0.1, 0.01, 0.001])
+@for_each("count", [1, 7, 100, 4099, 100_003])
 def test_choice_is_that_of_torch_topk(backend: str, count: int, p: float) -> None:
     x = gradient(count, seed=count)
     k = math.ceil(count * p - 1e-9)
@@ -151,7 +152,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", list(tensors()))
+@for_each("name", list(tensors()))
 def test_native_selection_is_the_reference(name: str) -> None:
     x = tensors()[name]
     memory = (gradient(x.numel(), 9) * x.abs().max() * 0.1).where(x != 0, torch.tensor(0.0))
@@ -169,7 +170,7 @@ def test_native_selection_is_the_reference(name: str) -> None:
                 assert all(f == found["reference"] for f in found.values()), (k, one_sign, e is None)
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@for_each("spec", METHODS)
 def test_frames_are_the_same_on_all_backends(spec: str) -> None:
     for count, p in ((50_000, 0.02), (3000, 0.3), (33, 0.1)):
         found = set()
@@ -184,8 +185,8 @@ def test_frames_are_the_same_on_all_backends(spec: str) -> None:
 # ── what stays behind ─────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", METHODS)
+@for_each("dtype", FLOATS)
+@for_each("spec", METHODS)
 def test_error_memory_is_exact(backend: str, spec: str, dtype: torch.dtype) -> None:
     codec = gradwire.codec(with_p(spec, 0.05))
     memory = torch.zeros(1000)
@@ -200,7 +201,7 @@ def test_error_memory_is_exact(backend: str, spec: str, dtype: torch.dtype) -> N
         check_same(memory, u - decoded.float())
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@for_each("spec", METHODS)
 def test_memory_may_be_missing_or_elsewhere(backend: str, spec: str) -> None:
     codec, x, e = gradwire.codec(with_p(spec, 0.1)), gradient(500), gradient(500, 1)
     plain = codec.encode(x)
@@ -215,8 +216,8 @@ def test_memory_may_be_missing_or_elsewhere(backend: str, spec: str) -> None:
     check_same(e, elsewhere)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("spec", ["sbc", "stc", "topk", "topk:values=fp4", "m22"])
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("spec", ["sbc", "stc", "topk", "topk:values=fp4", "m22"])
 def test_non_finite(backend: str, spec: str, bad: float) -> None:
     codec, e = gradwire.codec(spec), gradient(5000, 1)
     for at in (0, 2500, 4999):
@@ -258,7 +259,7 @@ def test_sums_that_overflow_are_limited(backend: str) -> None:
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@for_each("spec", METHODS)
 def test_decode_into_weighted_and_added(backend: str, spec: str) -> None:
     frame = gradwire.codec(with_p(spec, 0.03)).encode(gradient(1000))
     header, payload = codecs.open_frame(codecs.as_bytes(frame))
@@ -273,8 +274,8 @@ def test_decode_into_weighted_and_added(backend: str, spec: str) -> None:
             check_same(out + 0.0, decoded.to(dtype) * weight + 0.0)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5, 0), (3, 7), (2, 1, 5)])
-@pytest.mark.parametrize("dtype", FLOATS)
+@for_each("shape", [(), (1,), (5, 0), (3, 7), (2, 1, 5)])
+@for_each("dtype", FLOATS)
 def test_shapes(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for spec in METHODS:
         x = gradient(max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape).to(dtype)
@@ -299,7 +300,7 @@ def test_all_zero_frame_has_one_byte(backend: str) -> None:
         assert sent_positions(frame).numel() == 0
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@for_each("spec", METHODS)
 def test_extreme_values(backend: str, spec: str) -> None:
     codec = gradwire.codec(with_p(spec, 0.2))
     for scale in (1e-44, 1e-38, 1e38):
@@ -357,7 +358,7 @@ def test_threshold_between_two_floats(backend: str) -> None:
         assert len(sent_positions(codecs.Codec("t", TopK(threshold=threshold)).encode(x))) == count
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "match"),
     [
         ("sbc:p=0", "sbc: p: '0' is not a number above 0 and below 1"),

@@ -9,6 +9,7 @@ from gradwire import SpecError
 from gradwire.engine import auto
 from gradwire.engine.auto import CANDIDATES, CHECK, EXACT, Auto
 from gradwire.engine.cost_model import Load, Speed, all_reduce_s
+from support.cases import for_each
 
 ERRORS = {spec: 0.03 if spec == "co3" else 0.5 for spec in CANDIDATES if spec != EXACT}
 
@@ -29,7 +30,7 @@ class Steps:
         return self.auto.spec
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "target", "best"),
     [
         ({"co3": 0.1, EXACT: 0.5}, 0.1, "co3"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import gradwire
+from support.cases import for_each
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("entry", gradwire.recipes(), ids=lambda entry: entry.name)
+@for_each("entry", gradwire.recipes(), ids=lambda entry: entry.name)
 def test_the_page_of_recipes_has_every_name_and_its_advice(entry):
     page = (DOCS / "recipes.md").read_text()
     assert f"| `{entry.name}` | {entry.description} | {entry.paper} |\n" in page

@@ -15,6 +15,7 @@ from gradwire import AggregateError
 from gradwire.aggregate.peers import diagnosis, handshake, roll_call, status_server
 from gradwire.aggregate.peers.handshake import check_agreement, differences
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, SILENT, RollCall
+from support.cases import for_each
 
 # ── killed and stopped in real processes ──────────────────────────────────────────────────────────
 
@@ -106,7 +107,7 @@ def test_agreement_costs_one_short_round():
     assert sizes == [96]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "tensors", "expected"),
     [
         ([{"spec": "co3"}, {"spec": "co3:format=fp8"}], [MODEL] * 2, "rank 1 has spec co3:format=fp8, rank 0 co3:"),

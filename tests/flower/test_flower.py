@@ -26,6 +26,7 @@ from gradwire.flower.client.context_store import RECORD, ContextStore
 from gradwire.flower.client.error_memory import ErrorMemory
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import as_bytes_record
+from support.cases import for_each
 from support.flower_apps import (
     adding_client,
     changed_update,
@@ -54,7 +55,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(tensor, b[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [FedAvg, FedProx, FedMedian, FedTrimmedAvg, Krum, FedAdam])
+@for_each("strategy", [FedAvg, FedProx, FedMedian, FedTrimmedAvg, Krum, FedAdam])
 def test_strategies_do_as_without(strategy: type) -> None:
     options = {"proximal_mu": 0.1} if strategy is FedProx else {}
     wrapped = flower.Compressed(strategy(**options))
@@ -129,7 +130,7 @@ def test_integers_and_buffers_are_those_of_flower(recipe: str | dict[str, str]) 
         torch.testing.assert_close(final(result)[name], final(plain)[name], rtol=0, atol=3 * 0.05 / 256)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@for_each("recipe", RECIPES)
 def test_every_recipe(recipe: str) -> None:
     strategy, client = compressed(recipe)
     result, _ = run(strategy, client, clients=2, rounds=2)
@@ -219,7 +220,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("reason", FAULTS)
+@for_each("reason", FAULTS)
 def test_a_bad_update_is_rejected_and_the_round_goes_on(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("flwr").propagate = True
     strategy, client = compressed("co3")
@@ -272,7 +273,7 @@ def test_a_client_that_diverges_sends_nothing_and_keeps_its_memory() -> None:
     assert all(torch.isfinite(t).all() for t in final(result).values() if t.is_floating_point())
 
 
-@pytest.mark.parametrize("length", [0, 1, 9, 10, 5_242_879, 5_242_880, 5_242_881, 11_000_000])
+@for_each("length", [0, 1, 9, 10, 5_242_879, 5_242_880, 5_242_881, 11_000_000])
 def test_lengths_are_those_of_all_objects(length: int) -> None:
     """Of updates too, which are not hashed to be measured."""
     data = np.random.default_rng(0).bytes(length)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire import FrameError, GradwireError, SpecError
 from gradwire.catalogue.all_recipes import CATALOGUE
+from support.cases import for_each
 from support.helpers import bits, check_same
 
 pytest.importorskip("flwr")
@@ -195,7 +196,7 @@ def test_what_was_sent_and_what_waits_is_all_there_is(spec, seed):
         check_same(chain.shared_copy[name], model[name])
 
 
-@pytest.mark.parametrize("spec", [n for n in CATALOGUE if n not in REFUSED] + ["ecq:rate=1.5,rounding=stochastic"])
+@for_each("spec", [n for n in CATALOGUE if n not in REFUSED] + ["ecq:rate=1.5,rounding=stochastic"])
 def test_what_waits_gets_less(spec):
     """As far as bits go, where the model stays: an error that fed on itself would grow without bound."""
     torch.manual_seed(1)
@@ -339,7 +340,7 @@ def test_nan_is_an_error_that_changes_nothing():
         DownloadChain("co3").publish({"w": torch.tensor([math.nan])})
 
 
-@pytest.mark.parametrize("spec", [*REFUSED, "auto", "ecq:rate=1,rounding=stochastic", {"*.bias": "qsgd", "*": "co3"}])
+@for_each("spec", [*REFUSED, "auto", "ecq:rate=1,rounding=stochastic", {"*.bias": "qsgd", "*": "co3"}])
 def test_recipes_that_are_refused(spec):
     with pytest.raises(SpecError):
         DownloadChain(spec)
@@ -404,7 +405,7 @@ def test_messages_with_a_changed_byte():
                 check_refused(copy, sealed(bytes(bad)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "body",
     [
         struct.pack("<III", 2, 2**32 - 1, 0),

@@ -21,6 +21,7 @@ from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_tensor
 from gradwire.flower.client.byte_budget import parse_bytes, within
 from gradwire.flower.shared import update
 from gradwire.kernels.reference import FLOAT_MAX
+from support.cases import for_each
 from support.helpers import heavy
 
 WITH_MEMORY = (
@@ -98,7 +99,7 @@ def test_a_budget_is_met_used_and_loses_nothing_by_few_encodings(spec, limit, mo
         assert torch.equal(sent[name], value)
 
 
-@pytest.mark.parametrize("spec", WITHOUT[:-1])
+@for_each("spec", WITHOUT[:-1])
 def test_without_a_memory_what_is_sent_is_right_on_average(spec):
     differences = {name: t for name, t in a_model().items() if name.startswith("head") or name == "stem.bias"}
     limit = int(0.6 * len(update.encode(differences, {}, NAMES, spec).data)) if spec != "terngrad" else 3_000
@@ -155,7 +156,7 @@ def test_where_nothing_fits_everything_waits():
     assert differences["body.weight"].any()  # the memory is no view of what it was given
 
 
-@pytest.mark.parametrize("spec", ["co3", *WITHOUT[:-1]])
+@for_each("spec", ["co3", *WITHOUT[:-1]])
 def test_the_least_budget_is_named_and_is_enough(spec):
     with pytest.raises(GradwireError, match=r"takes at least (\d+)") as error:
         within(30, a_model(), INTEGERS, NAMES, spec)

@@ -22,6 +22,7 @@ from gradwire.flower.client.error_memory import ErrorMemory, usable
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import Note, with_records
 from gradwire.frame.byte_fields import varint
+from support.cases import for_each
 from support.flower_apps import (
     Faulty,
     adding_client,
@@ -88,8 +89,8 @@ REPLIES: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("download", [None, "stc"])
-@pytest.mark.parametrize("what", REPLIES)
+@for_each("download", [None, "stc"])
+@for_each("what", REPLIES)
 def test_a_hostile_reply_is_left_out(what: str, download: str | None) -> None:
     def trained(fault: Callable[[Message], Message | None]) -> dict[str, torch.Tensor]:
         nonlocal strategy

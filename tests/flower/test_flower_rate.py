@@ -18,6 +18,7 @@ from gradwire.catalogue.spec_by_name import parse_spec, recipe_of_name
 from gradwire.flower.client.instructed_spec import spec_for
 from gradwire.flower.shared import update
 from gradwire.flower.shared.adaptive_rate import AdaQuantFL, FedDQ, parse
+from support.cases import for_each
 
 NAMES = ["w[0].weight", "b*.bias", "bn.running_var"]
 
@@ -156,7 +157,7 @@ def test_a_recipe_is_what_it_is(spec):
     assert spec_for(spec, {}) == spec
 
 
-@pytest.mark.parametrize(
+@for_each(
     "bad",
     [
         "", "adaquantfl", "feddq:", "feddq:resolution=0", "feddq:resolution=-1", "feddq:resolution=nan", "feddq:bits=3",
@@ -178,7 +179,7 @@ def test_names_of_the_command_line():
     assert parse(FedDQ(1e-7).instruction()) == FedDQ(1e-7)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("bad", "hint"),
     [
         ("adaquant", "did you mean 'adaquantfl'"), ("FedDQ", "did you mean 'feddq'"), ("qsgd", "allowed: adaquantfl"),

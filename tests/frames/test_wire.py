@@ -18,6 +18,7 @@ import gradwire
 from gradwire import FrameError
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader, varint
+from support.cases import for_each
 from support.helpers import DTYPES, SPECS, assemble, bits, gradient, repair, use_backend
 from support.plain_coders import plain_varint
 from support.plain_decoder import plain_decode
@@ -55,7 +56,7 @@ def test_no_golden_frame_is_missing():
     assert len(INDEX["valid"]) > 80 and len(INDEX["damaged"]) > 70
 
 
-@pytest.mark.parametrize("name", INDEX["valid"])
+@for_each("name", INDEX["valid"])
 def test_golden_frames_decode_to_their_values(backend, name):
     decoded, expected = gradwire.decode(golden("valid", name)), INDEX["valid"][name]
     assert str(decoded.dtype) == f"torch.{expected['dtype']}"
@@ -63,7 +64,7 @@ def test_golden_frames_decode_to_their_values(backend, name):
     assert bits(decoded).hex() == expected["values"]
 
 
-@pytest.mark.parametrize("name", INDEX["valid"])
+@for_each("name", INDEX["valid"])
 def test_golden_frames_are_what_the_page_says(name):
     assert bits(plain_decode(golden("valid", name)).tensor).hex() == INDEX["valid"][name]["values"]
 
@@ -104,7 +105,7 @@ def test_golden_frames_cover_the_families():
     assert {(f.table & 15, f.table >> 4) for f in sketches} == {(r, p) for r in (1, 3, 5, 7) for p in (0, 1)}
 
 
-@pytest.mark.parametrize("name", INDEX["damaged"])
+@for_each("name", INDEX["damaged"])
 def test_golden_damage(backend, name):
     with pytest.raises(FrameError) as caught:
         gradwire.decode(golden("damaged", name))
@@ -155,7 +156,7 @@ def test_frame_by_hand():
     assert frame[9:] == bytes([5, 40, 0, 0x80, 0x3F, 1, 5])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_header_is_short(spec):
     """At most 20 bytes beside shape and payload (the page says 10 to 17)."""
     for tensor in (torch.tensor(1.0), torch.zeros(0), gradient(9), gradient(30_000).reshape(10, 3000)):
@@ -185,7 +186,7 @@ def test_varint(value):
             Reader(memoryview(encoded)).varint(value - 1)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", b"\x80\x00", b"\xff\x80\x00", b"\xff" * 8 + b"\x01", b"\x80" * 20])
+@for_each("data", [b"", b"\x80", b"\x80\x00", b"\xff\x80\x00", b"\xff" * 8 + b"\x01", b"\x80" * 20])
 def test_varints_that_are_none(data):
     with pytest.raises(FrameError):
         Reader(memoryview(data)).varint(2**56)
@@ -211,7 +212,7 @@ SMALL = ["stored-float32", "stored-bool", "stored-empty", "cast-bf16-float32", "
          "levels-thirds", "levels-one-segment", "sparse-classes-1", "sparse-all-golomb", "sketch-ties"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SMALL)
+@for_each("name", SMALL)
 def test_frames_cut_anywhere(backend, name):
     frame = golden("valid", name)
     for length in range(len(frame)):
@@ -220,7 +221,7 @@ def test_frames_cut_anywhere(backend, name):
             check_fails_or_decodes(repair(frame[:length]))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@for_each("name", SMALL)
 def test_every_bit_flipped(backend, name):
     """The checksum finds all of them."""
     frame = golden("valid", name)
@@ -230,7 +231,7 @@ def test_every_bit_flipped(backend, name):
         check_fails(bytes(damaged))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@for_each("name", SMALL)
 def test_every_bit_flipped_and_the_checksum_repaired(backend, name):
     frame, start = golden("valid", name), time.perf_counter()
     for bit in range(0, 8 * len(frame), 3 if backend == "reference" else 1):  # every third one: all places in a byte
@@ -240,7 +241,7 @@ def test_every_bit_flipped_and_the_checksum_repaired(backend, name):
     assert time.perf_counter() - start < 60
 
 
-@pytest.mark.parametrize("name", SMALL)
+@for_each("name", SMALL)
 def test_every_byte_missing_or_doubled(backend, name):
     frame = golden("valid", name)
     for at in range(9, len(frame)):
@@ -278,9 +279,9 @@ CONSTANT = bytes([0, 0x80, 0x3F, 1, 5])
 ONE_LANE = bytes([0, 0x80, 0x3F, 3 | 1 << 2 | 8 << 4, 60, 255, 0]) + (2**14).to_bytes(3, "little")
 
 
-@pytest.mark.parametrize("shape", [(2**40,), (2**47,), (2**20, 2**20), (2**48 - 1,), (2**24, 2**24 - 1)])
-@pytest.mark.parametrize("payload", [CONSTANT, ONE_LANE, b""], ids=["constant", "rans", "empty"])
-@pytest.mark.parametrize("codec", [0, 1, 2])
+@for_each("shape", [(2**40,), (2**47,), (2**20, 2**20), (2**48 - 1,), (2**24, 2**24 - 1)])
+@for_each("payload", [CONSTANT, ONE_LANE, b""], ids=["constant", "rans", "empty"])
+@for_each("codec", [0, 1, 2])
 def test_huge_sizes_are_refused_before_memory_is_taken(codec, payload, shape):
     frame = assemble(payload, shape, codec)
     check_fails(frame, "limit is max_elements=100000")

@@ -23,6 +23,7 @@ from gradwire.checkpoints.rank_states import mean as mean_of_states
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.frame import headers
 from gradwire.fsdp.shard_layout import ShardedShape, ShardLayout
+from support.cases import for_each
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, be_quiet, check_raises, digest, gathered, loss_of
@@ -499,14 +500,14 @@ def test_models_and_versions_that_cannot_be_attached(monkeypatch):
         gradwire.fsdp.attach(nn.Linear(2, 2), "co3")
 
 
-@pytest.mark.parametrize("size", [(5, 2), (8, 3), (1, 4), (7,), (3, 2, 2)])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 9])
-def test_places_are_those_of_chunk_cat(size, ranks):
+@for_each("size", [(5, 2), (8, 3), (1, 4), (7,), (3, 2, 2)])
+@for_each("world", [1, 2, 4, 9])
+def test_places_are_those_of_chunk_cat(size, world):
     """torch's own copy-in is the reference; filling is left out, and memory is in the parameter's own order."""
     tensors = [torch.arange(1.0, 1 + torch.Size(size).numel()).view(size), -torch.arange(1.0, 12)]
-    layout = ShardLayout([ShardedShape(str(i), tuple(t.shape)) for i, t in enumerate(tensors)], ranks)
-    rows = torch.empty(ranks, layout.row)
-    torch._chunk_cat(tensors, dim=0, num_chunks=ranks, out=rows)
+    layout = ShardLayout([ShardedShape(str(i), tuple(t.shape)) for i, t in enumerate(tensors)], world)
+    rows = torch.empty(world, layout.row)
+    torch._chunk_cat(tensors, dim=0, num_chunks=world, out=rows)
     for i, tensor in enumerate(tensors):
         found = [(row[p.row], p.memory) for row, places in zip(rows, layout.rows, strict=True) for p in places
                  if p.name == str(i)]  # fmt: skip

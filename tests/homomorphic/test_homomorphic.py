@@ -15,6 +15,7 @@ from hypothesis import given, settings
 import gradwire
 from gradwire.homomorphic import code
 from gradwire.homomorphic.plan import LANES, Plan, choose, choose_index, segments_for
+from support.cases import for_each
 from support.helpers import BACKENDS, assemble, check_same, use_backend
 from support.plain_coders import Bytes
 from support.plain_homomorphic import plain_words
@@ -77,8 +78,8 @@ def check_sum(plan: Plan, messages: list[Message]) -> code.Decoded:
 # ── sums ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("workers, density", [(2, 0.3), (3, 0.001), (4, 0.05), (8, 0.01), (16, 0.01)])
-@pytest.mark.parametrize("same", [True, False])
+@for_each("workers, density", [(2, 0.3), (3, 0.001), (4, 0.05), (8, 0.01), (16, 0.01)])
+@for_each("same", [True, False])
 def test_sums_of_workers_are_exact(backend, workers, density, same):
     words = 60_000
     own = [message(words, density, 0 if same else w) for w in range(workers)]
@@ -97,8 +98,8 @@ def test_clustered_supports_take_blocks(backend, run):
     assert not len(check_sum(plan, own).left)
 
 
-@pytest.mark.parametrize("index", ["bitmap", "bloom"])
-@pytest.mark.parametrize("lanes", LANES)
+@for_each("index", ["bitmap", "bloom"])
+@for_each("lanes", LANES)
 def test_aligned_words_add_up_without_a_sketch(backend, index, lanes):
     """Once the index of all is known, every worker's words can be laid out alike; false positives are zeros."""
     words, messages = 20_003, [message(20_003, 0.02, seed) for seed in range(3)]
@@ -223,8 +224,8 @@ def test_an_undersized_plan_decodes_the_rest(backend):
         assert len(found.left) > 0 or density < 0.03
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("index", ["bitmap", "bloom"])
+@for_each("lanes", LANES)
+@for_each("index", ["bitmap", "bloom"])
 def test_bytes_are_those_of_the_page(index, lanes):
     words = 1000 if lanes < 16 else 1003
     positions, own = message(words, 0.02, lanes)
@@ -300,7 +301,7 @@ def test_wrong_arguments_are_refused(backend):
             code.decode(plan, *wrong)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change",
     [
         {"segments": 3}, {"segment_log": 17}, {"segments": 2**33}, {"lanes": 2}, {"index": "list"}, {"words": -1},

@@ -15,6 +15,7 @@ from gradwire import kernels
 from gradwire.homomorphic import code
 from gradwire.homomorphic.grid import BITS, by_largest, by_rms, most_of
 from gradwire.homomorphic.plan import choose
+from support.cases import for_each
 from support.helpers import BACKENDS, bits, check_contract_3, check_same, encode_into, gradient, use_backend
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -27,8 +28,8 @@ def exponent_of(x: torch.Tensor) -> int:
 # ── grids ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 16, 127, 1000])
-@pytest.mark.parametrize("width", BITS)
+@for_each("world", [1, 2, 3, 7, 16, 127, 1000])
+@for_each("width", BITS)
 def test_no_sum_overflows_and_nothing_is_clipped(width, world):
     if 2 ** (width - 1) - 1 < world:
         with pytest.raises(gradwire.SpecError, match=f"sum of {world} workers.*bits=(8|16)"):
@@ -54,8 +55,8 @@ def test_a_grid_of_32_bits_is_exact():
         check_same(kernels.quantize_values(x, grid.step, grid.most)[1], x)
 
 
-@pytest.mark.parametrize("width, world", [(4, 1), (4, 2), (4, 7), (8, 1), (8, 4), (8, 16)])
-@pytest.mark.parametrize("beta", [0.67, 1.0])
+@for_each("width, world", [(4, 1), (4, 2), (4, 7), (8, 1), (8, 4), (8, 16)])
+@for_each("beta", [0.67, 1.0])
 def test_few_levels_are_well_spent(width, world, beta):
     """The rule has no more than half as much squared error again as the best step."""
     x = gradient(200_000, 3, beta)

@@ -12,6 +12,7 @@ from gradwire import compress
 from gradwire.float_formats import PRESETS
 from gradwire.inspection import code_lengths, goodness
 from gradwire.inspection.goodness import CentredGenNorm
+from support.cases import for_each
 
 BETAS = [0.1, 0.15, 0.3, 0.7, 1.0, 1.5, 2.0, 4.0]
 FP4 = PRESETS["fp4"]
@@ -21,7 +22,7 @@ def sample(beta: float, count: int, scale: float = 1.0, seed: int = 0) -> np.nda
     return stats.gennorm.rvs(beta, scale=scale, size=count, random_state=seed)
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@for_each("beta", BETAS)
 def test_model_is_scipys(beta: float) -> None:
     model, oracle = CentredGenNorm(beta, 0.7), stats.gennorm(beta, scale=0.7)
     u = (np.arange(20_000) + 0.5) / 20_000
@@ -42,8 +43,8 @@ def test_quantiles_far_out(beta: float) -> None:
     assert model.quantile(u)[2] == 0
 
 
-@pytest.mark.parametrize("count", [2, 7, 1000, 30_000])
-@pytest.mark.parametrize("family", ["normal", "laplace", "gennorm"])
+@for_each("count", [2, 7, 1000, 30_000])
+@for_each("family", ["normal", "laplace", "gennorm"])
 def test_distances_are_scipys(count: int, family: str) -> None:
     z = goodness.standardise(sample(0.6, count, seed=count) + 0.1)
     assert z is not None
@@ -103,8 +104,8 @@ def test_standardise() -> None:
     assert goodness.standardise(np.array([1.0])) is None
 
 
-@pytest.mark.parametrize("beta", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("name", ["fp4", "fp8"])
+@for_each("beta", [0.3, 1.0, 2.0])
+@for_each("name", ["fp4", "fp8"])
 def test_symbol_masses_are_differences_of_the_cdf(beta: float, name: str) -> None:
     fmt, model, step = PRESETS[name], CentredGenNorm(beta, 0.2), 0.3
     levels = fmt.levels * step

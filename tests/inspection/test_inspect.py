@@ -24,6 +24,7 @@ import gradwire
 from gradwire.cli import inspect as command
 from gradwire.frame import headers
 from gradwire.inspection import frames, tensor_files, tensors
+from support.cases import for_each
 from support.helpers import assemble, encode_into, gradient, repair
 from support.plain_decoder import plain_decode
 
@@ -73,7 +74,7 @@ SPECS = (
 CODERS = ["raw", "constant", "huffman", "rans"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@for_each("spec", SPECS)
 def test_frame_report_says_what_the_bytes_say(spec: str) -> None:
     frame = gradwire.codec(spec).encode(gradient(3000).view(30, 100))
     report, plain = frames.describe(frame), plain_decode(frame)
@@ -136,7 +137,7 @@ def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
     assert all(name in text for name in report.details)
 
 
-@pytest.mark.parametrize("spec", ["orq:coder=raw", "sbc:positions=rans", "stc", "m22", "countsketch", "ecq"])
+@for_each("spec", ["orq:coder=raw", "sbc:positions=rans", "stc", "m22", "countsketch", "ecq"])
 def test_damaged_frames_are_described_or_refused(spec: str) -> None:
     """Whatever a frame with a right checksum says, only FrameError comes of it."""
     frame = gradwire.codec(spec).encode(gradient(300))

@@ -13,6 +13,7 @@ from gradwire import FrameError, kernels
 from gradwire.convert.grid_search import SHIFTS, Curve
 from gradwire.convert.outliers import read_outliers, write_outliers
 from gradwire.kernels import reference
+from support.cases import for_each
 from support.helpers import BACKENDS, bits, encode_into, gradient, heavy, repair, use_backend
 from support.plain_decoder import plain_decode
 
@@ -56,9 +57,9 @@ def test_every_backend_quantizes_alike(stream, seed, updates):
     assert found.count(found[0]) == len(found)
 
 
-@pytest.mark.parametrize("count", [70, 1000, 70_000, 200_001])
-@pytest.mark.parametrize("spec", ["ecq", "ecq:rate=4.5", "ecq:nmse=0.02", "ecq:rate=1.5,rounding=stochastic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each("count", [70, 1000, 70_000, 200_001])
+@for_each("spec", ["ecq", "ecq:rate=4.5", "ecq:nmse=0.02", "ecq:rate=1.5,rounding=stochastic"])
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_every_backend_writes_the_same_frames_and_memory(spec, count, dtype):
     tensor, before, found = heavy(count).to(dtype), heavy(count, 1) / 7, []
     for name in BACKENDS if count < 1e5 else BACKENDS[1:]:  # the reference takes its time

@@ -24,6 +24,7 @@ from gradwire.errors import SpecError
 from gradwire.float_formats import PRESETS, Format, parse_format
 from gradwire.kernels import reference
 from gradwire.models.integer_frequencies import normalize
+from support.cases import for_each
 from support.helpers import bits, gradient, native
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native module (test_coders says so, if that is wrong)")
@@ -179,7 +180,7 @@ def test_absmax_and_moments(count, seed, bad):
         assert native.moments(x) == pytest.approx(moments, rel=1e-14, nan_ok=True), name
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 127, 1 << 20])
+@for_each("length", [0, 1, 63, 64, 127, 1 << 20])
 def test_crc32_from_any_address_in_pieces(length):
     data = np.frombuffer(np.random.default_rng(0).bytes(length + 70), dtype=np.uint8)
     for offset in range(0, 66, 5):
@@ -208,8 +209,8 @@ def test_rans(table, lanes, rows, more, seed):
         assert decoded.tobytes() == symbols.tobytes(), name
 
 
-@pytest.mark.parametrize("precision", range(8, 15))
-@pytest.mark.parametrize("size", [2, 11, 15, 16, 255])
+@for_each("precision", range(8, 15))
+@for_each("size", [2, 11, 15, 16, 255])
 def test_rans_of_many_rows(size, precision):
     rng = np.random.default_rng(size)
     frequencies = normalize(np.ceil(1000 * rng.dirichlet([0.5] * size)), precision)
@@ -410,8 +411,8 @@ def test_one_damaged_chunk_of_several(stream, seed, accumulate, **arguments):
             assert is_bad, name
 
 
-@pytest.mark.parametrize("bytes_left", [0, 1, 7, 8, 63, 64, 127])
-@pytest.mark.parametrize("lanes", LANES)
+@for_each("bytes_left", [0, 1, 7, 8, 63, 64, 127])
+@for_each("lanes", LANES)
 def test_every_lane_wants_two_bytes(lanes, bytes_left):
     """The most that a row can ask for: symbols of frequency 1 of 2¹⁴ in states that drop below 2⁶."""
     frequencies = np.array([1, 1, 2**14 - 2])

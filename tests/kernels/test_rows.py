@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gradwire import kernels
 from gradwire.kernels.reference import rows as reference
 from gradwire.kernels.reference.rows import Side
+from support.cases import for_each
 from support.helpers import bits, check_same, native
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native module (test_coders says so, if that is wrong)")
@@ -127,8 +128,8 @@ def test_where_something_is_not_finite_nothing_leaves_the_memory(batch):
             assert stored is None or bits(side.memory) == stored
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 200.0])
-@pytest.mark.parametrize("at", [0, 1])
+@for_each("bad", [torch.nan, torch.inf, 200.0])
+@for_each("at", [0, 1])
 def test_a_row_that_one_side_cannot_hold_changes_neither(at, bad):
     for name in each_set():
         sides = [Side(torch.ones(3, 20), torch.ones(3, 20), most=100.0), Side(torch.ones(3, 4), torch.ones(3, 4))]

@@ -20,6 +20,7 @@ from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.recipe import MOST, budget_parts
 from gradwire.convert.sparse import sent_positions
 from gradwire.frame import headers
+from support.cases import for_each
 from support.rank_pool import WORLD, RankPool, Scenario, named
 from support.ranks import check_alike, check_raises, digest, gathered
 
@@ -66,7 +67,7 @@ def test_warm_up_of_a_part() -> None:
 # ── specs ──
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "reason"),
     [
         ("sbc:ahead=1,decay=0", "need a decay above 0"),
@@ -87,7 +88,7 @@ def test_what_does_not_go_together(spec: str, reason: str) -> None:
         recipe(spec)
 
 
-@pytest.mark.parametrize("spec", [*SPARSE, "sbc2:sync_every=3", "dgc:p=0.4", "topk:p=0.6,warmup=9"])
+@for_each("spec", [*SPARSE, "sbc2:sync_every=3", "dgc:p=0.4", "topk:p=0.6,warmup=9"])
 def test_every_recipe_is_rebuilt_by_its_own_spec(spec: str) -> None:
     """Also where a default of the warm-up gave way: it never begins below p, nor exchanges less often than later."""
     chosen = recipe(spec)

@@ -19,6 +19,7 @@ from gradwire.convert import minifloat
 from gradwire.float_formats import PRESETS, parse_format
 from gradwire.models import gennorm_cells, gennorm_moments, gennorm_tables, histogram
 from gradwire.models.integer_frequencies import normalize
+from support.cases import for_each
 from support.plain_coders import plain_gammas, plain_normalize
 
 FP4 = parse_format("fp4")
@@ -40,8 +41,8 @@ def samples(beta: float, count: int, zeros: float = 0.0, seed: int = 0) -> torch
 # ── fits ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0])
-@pytest.mark.parametrize("alpha", [1.0, 1e-18, 1e18])
+@for_each("beta", [0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0])
+@for_each("alpha", [1.0, 1e-18, 1e18])
 def test_fit_inverts_the_moments(beta, alpha):
     mean_abs, mean_square = alpha * absolute_moment(beta, 1), alpha**2 * absolute_moment(beta, 2)
     assert gennorm_moments.mean_abs(beta) == pytest.approx(absolute_moment(beta, 1), rel=1e-9)
@@ -53,7 +54,7 @@ def test_fit_inverts_the_moments(beta, alpha):
     assert abs(math.log(nearest / beta)) <= 0.51 * math.log(40) / 127
 
 
-@pytest.mark.parametrize("beta", [0.15, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])
+@for_each("beta", [0.15, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])
 def test_fit_recovers_scipys_samples(beta):
     """Within five standard errors, which the delta method gives: a probability of 6e-7 to fail by chance."""
     count, alpha = 2_000_000, 0.02
@@ -88,8 +89,8 @@ def test_no_step_for_zeros_alone(backend):
 # ── cells and steps ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("beta", [0.2, 0.5, 1.0, 2.0, 4.0])
-@pytest.mark.parametrize("name", ["fp4", "e2m1", "fp8", "e4m3"])
+@for_each("beta", [0.2, 0.5, 1.0, 2.0, 4.0])
+@for_each("name", ["fp4", "e2m1", "fp8", "e4m3"])
 def test_cell_masses_are_scipys(beta, name):
     fmt = parse_format(name)
     step = gennorm_cells.best_step(fmt, beta)
@@ -113,7 +114,7 @@ def test_expected_error_is_the_integral(beta):
     assert gennorm_cells.nmse(FP4, beta, step) == pytest.approx(sum(parts) / absolute_moment(beta, 2), rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "beta, scale, error",
     [(0.3, 0.0009, 0.1436), (0.4, 0.0123, 0.1055), (0.5, 0.0529, 0.0816), (0.7, 0.2396, 0.0547),
      (1.0, 0.6486, 0.0364), (1.5, 1.2925, 0.0246), (2.0, 1.7560, 0.0199)],
@@ -148,8 +149,8 @@ def measured_nmse(fmt, x: torch.Tensor, step: float) -> float:
 
 # At β = 0.1 a handful of entries hold all the energy (the relative error of Σx² in 65536 samples is above 1):
 # the best step for one sample is the one that happens to meet them, and no fit of a model can know it.
-@pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
-@pytest.mark.parametrize(
+@for_each("zeros", [0, 0.5, 0.9])
+@for_each(
     "beta, factor",
     [(0.1, 2), (0.2, 1.1), (0.3, 1.1), (0.5, 1.02), (0.7, 1.02), (1, 1.02), (2, 1.02), (4, 1.02)],
 )
@@ -160,9 +161,9 @@ def test_chosen_step_is_nearly_the_best(beta, factor, zeros):
     assert measured_nmse(FP4, x, step) <= factor * best
 
 
-@pytest.mark.parametrize("zeros", [0, 0.5, 0.9])
-@pytest.mark.parametrize("beta", [0.2, 0.3, 0.5, 1, 2, 4])
-@pytest.mark.parametrize("name, expected", [("fp8", 0.0028), ("e4m3", 0.0007), ("e4m3b10", 0.0007)])
+@for_each("zeros", [0, 0.5, 0.9])
+@for_each("beta", [0.2, 0.3, 0.5, 1, 2, 4])
+@for_each("name, expected", [("fp8", 0.0028), ("e4m3", 0.0007), ("e4m3b10", 0.0007)])
 def test_eight_bits_neither_under_nor_overflow(name, expected, beta, zeros):
     x, fmt = samples(beta, 65_536, zeros, seed=3), parse_format(name)
     assert measured_nmse(fmt, x, minifloat.fit(fmt, x).step) <= 1.5 * expected
