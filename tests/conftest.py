@@ -13,9 +13,9 @@ pytest -n 2                     two tests at a time
 The quick tier has every promise once: every family of kernels on the reference and on the best instruction set, every
 golden frame, every entry point with real ranks, every main fault. A test, a parameter or a scenario that repeats a
 promise (on another instruction set, with another recipe, at length) is marked `@pytest.mark.thorough`, which leaves it
-to the rest. A test in both tiers at different strengths asks `thorough()`, see support/tiers.py.
+to the rest. Loops over many cases are one test, which lists every case that failed by its name (support/cases.py); of
+loops over combinations, the quick tier takes a diagonal, and the rest all others.
 
-Loops over many cases are one test: support/cases.py lists every case that failed, by its name.
 Scenarios with ranks are in support/rank_pool.py.
 """
 
@@ -55,17 +55,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = []
+    kept, left_out = [], []
     for item in items:
-        thorough = item.get_closest_marker("thorough") is not None or item.get_closest_marker("slow") is not None
-        if (thorough and config.getoption("--quick")) or (not thorough and config.getoption("--rest")):
-            left_out.append(item)
-        elif item.get_closest_marker("slow") and not config.getoption("--slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if is_thorough(item):
+            wanted = not config.getoption("--quick")
+        else:
+            wanted = not config.getoption("--rest") or cases.is_split(item.function)
+        (kept if wanted else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        dropped = set(left_out)
-        items[:] = [item for item in items if item not in dropped]
+        items[:] = kept
+
+
+def is_thorough(item: pytest.Item) -> bool:
+    return item.get_closest_marker("thorough") is not None or item.get_closest_marker("slow") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Say which of its combinations a loop over cases is to take in this tier."""
+    split = not is_thorough(item) and cases.is_split(item.function)
+    quick, rest = (item.config.getoption(option) for option in ("--quick", "--rest"))
+    cases.part = "" if not split else cases.DIAGONAL if quick else cases.OTHERS if rest else ""
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -225,8 +225,9 @@ SCENARIOS = [
     same_as_over_gloo, a_restarted_one_goes_on, without_it, lost_in_mid_training, lost_by_some_a_step_earlier,
     lost_without_a_fallback, another_key, says_what_is_wrong, one_without_native_code,
 ]  # fmt: skip
+QUICK = {"same_as_over_gloo", "a_restarted_one_goes_on", "another_key", "says_what_is_wrong"}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_training_by_aggregator(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, WORLD, environment={"GRADWIRE_KEY": KEY})

@@ -233,8 +233,9 @@ SCENARIOS = [
     ddp_with_a_codec, gradients_are_averaged_as_they_are, accumulation, other_kinds_of_ddp, data_parallel, local_sgd,
     fsdp, fsdp_is_ddp, fsdp_changed_and_saved, checkpoints, batches_of_other_sizes,
 ]  # fmt: skip
+QUICK = {"ddp_with_a_codec", "local_sgd", "fsdp", "checkpoints"}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_chosen_rows_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, setup=be_quiet)

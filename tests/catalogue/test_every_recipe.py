@@ -151,6 +151,7 @@ def test_strided_tensors(name: str) -> None:
         assert codec.encode(view) == codec.encode(view.clone(memory_format=torch.contiguous_format))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(os.environ.get("GRADWIRE_NO_NATIVE")), reason="takes minutes on the reference kernels")
 def test_every_recipe_trains_from_the_command_line(tmp_path: Path) -> None:
     """One after the other in the same workers; the command itself compares their replicas."""

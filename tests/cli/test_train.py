@@ -127,6 +127,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved
 
 
+@pytest.mark.thorough
 def test_resuming_ends_as_if_never_stopped(straight: dict[str, Any], killed: Path, tmp_path: Path) -> None:
     step = run_file.load(killed).step
     assert 0 < step < STEPS
@@ -136,6 +137,7 @@ def test_resuming_ends_as_if_never_stopped(straight: dict[str, Any], killed: Pat
     assert resumed["runs"][0]["measured_steps"] == STEPS - step
 
 
+@pytest.mark.thorough
 def test_resuming_without_the_error_memory_ends_elsewhere(
     straight: dict[str, Any], killed: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +150,7 @@ def test_resuming_without_the_error_memory_ends_elsewhere(
     assert resumed["runs"][0]["digest"] != straight["runs"][0]["digest"]
 
 
+@pytest.mark.thorough
 def test_resuming_on_three_workers(killed: Path, tmp_path: Path) -> None:
     """The command compares their replicas itself; `test_a_stray_replica_is_an_error` shows that it would notice."""
     saved, after = run_file.load(killed), tmp_path / "after.pt"
@@ -159,6 +162,7 @@ def test_resuming_on_three_workers(killed: Path, tmp_path: Path) -> None:
     assert run_file.load(after).workers == 3
 
 
+@pytest.mark.thorough
 def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command, path = [*torchrun, "-m", "gradwire.cli", "train"], tmp_path / "figures.json"
@@ -170,6 +174,7 @@ def test_torchrun_gives_the_same_parameters(straight: dict[str, Any], tmp_path: 
     assert threads > 1 or summary["runs"][0]["digest"] == straight["runs"][0]["digest"]
 
 
+@pytest.mark.thorough
 def test_local_steps_between_syncs(tmp_path: Path) -> None:
     """Resuming in the middle of a round is tested in test_local_sgd.py, with three workers."""
     saved, path = tmp_path / "run.pt", tmp_path / "figures.json"
@@ -225,6 +230,7 @@ def test_bad_options_are_named_before_anything_starts(
     assert "\n" not in exit_.value.code
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option", ["--task text", "--codec none", "--codec co3:decay=0.5", "--seed 1", "--backward topk"]
 )
@@ -234,6 +240,7 @@ def test_another_run_is_not_resumed(killed: Path, option: str) -> None:
         main(["train", "--resume", str(killed), name, value])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 def test_a_finished_run_is_not_resumed(killed: Path) -> None:
     saved, digits = run_file.load(killed), tasks.find("digits")(Path())
@@ -242,6 +249,7 @@ def test_a_finished_run_is_not_resumed(killed: Path) -> None:
         Training(digits, settings(saved.step), "co3", saved)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 def test_other_workers_go_on_behind_the_examples_seen(killed: Path) -> None:
     """Two workers with a batch of 32 did 8 steps of the epoch; one worker with a batch of 8 has 64 behind it."""
@@ -262,6 +270,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
         Training(tasks.find("digits")(Path()), settings(1, batch_size=1438), "co3")
 
 
+@pytest.mark.thorough
 def test_a_damaged_checkpoint_is_refused(killed: Path, tmp_path: Path) -> None:
     content = bytearray(killed.read_bytes())
     content[len(content) // 2] ^= 1
@@ -270,12 +279,14 @@ def test_a_damaged_checkpoint_is_refused(killed: Path, tmp_path: Path) -> None:
         main(["train", "--resume", str(tmp_path / "run.pt")])
 
 
+@pytest.mark.thorough
 def test_missing_data_are_one_line_from_all_workers(tmp_path: Path) -> None:
     result = run("--task", "cifar10", "--data-dir", str(tmp_path), "--workers", "2")
     assert result.returncode == 1
     assert re.fullmatch(r"error: no CIFAR-10 in .*cs\.toronto\.edu.*--data-dir\n", result.stderr)
 
 
+@pytest.mark.thorough
 def test_workers_with_different_options_are_told_so() -> None:
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     processes = [
@@ -301,6 +312,7 @@ def test_workers_are_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── workers that die, and the end of the command ──
 
 
+@pytest.mark.thorough
 @needs_proc
 def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     saved = tmp_path / "run.pt"
@@ -316,6 +328,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     run_file.load(saved)  # what was saved last is whole
 
 
+@pytest.mark.thorough
 @needs_proc
 def test_a_worker_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     saved = tmp_path / "run.pt"
@@ -328,6 +341,7 @@ def test_a_worker_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path) -> N
         assert gone(pids)
 
 
+@pytest.mark.thorough
 @needs_proc
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
@@ -348,6 +362,7 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
 # ── the command line itself ──
 
 
+@pytest.mark.thorough
 def test_an_aggregator_that_does_not_answer_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though workers' other warnings are switched off."""
     monkeypatch.setenv("GRADWIRE_KEY", "00" * 16)

@@ -594,6 +594,12 @@ def scenarios() -> Iterator[tuple[str, Scenario]]:
                 yield f"{wrapper_name} {case_name}", partial(as_without_a_hook, wrapper_name, case_name)
 
 
-@pytest.mark.parametrize("scenario", named(dict(scenarios())))
+QUICK = {
+    "ddp.attach usual", "ddp.attach unused", "ddp.attach static_graph", "ddp.attach mixed_dtypes",
+    "scatter_reduce usual", "scatter_reduce odd_shapes", "DataParallel usual", "DataParallel accumulation",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", named(dict(scenarios()), QUICK))
 def test_as_without_a_hook(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario)

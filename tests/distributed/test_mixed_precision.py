@@ -176,8 +176,9 @@ SCENARIOS: dict[str, Scenario] = {
     for wrapper in WRAPPERS
     for scenario in (same_steps_are_skipped, nothing_is_lost, as_without_a_scaler)
 }
+QUICK = {"ddp.attach nothing_is_lost", "scatter_reduce as_without_a_scaler", "DataParallel same_steps_are_skipped"}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_mixed_precision_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=30)

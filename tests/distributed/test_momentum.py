@@ -257,8 +257,16 @@ SCENARIOS = [
     equations_of_dgc, what_is_not_masked_is_plain_sgd, only_one_pattern_masks, rolled_back, saved_and_loaded,
     taken_and_given_back, a_step_that_fails, clipping, refusals,
 ]  # fmt: skip
+QUICK = {
+    "equations_of_dgc",
+    "only_one_pattern_masks",
+    "rolled_back",
+    "saved_and_loaded",
+    "a_step_that_fails",
+    "refusals",
+}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_momentum_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=20, setup=add_toy_recipe)

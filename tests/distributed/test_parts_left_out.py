@@ -120,8 +120,9 @@ SCENARIOS: dict[str, Scenario] = {
     for aggregate in ("all_gather", "scatter_reduce")
 }
 SCENARIOS |= {"momentum_is_kept": momentum_is_kept, "names_of_compiled_models": names_of_compiled_models}
+QUICK = {"ddp all_gather", "data_parallel scatter_reduce", "momentum_is_kept"}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_parts_left_out_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=30)

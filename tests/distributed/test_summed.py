@@ -312,8 +312,16 @@ SCENARIOS = [
     beyond_half_precision, infinite_from_the_start, recipes_that_change_places, trains_and_resumes, hierarchical,
     or_without_an_or, says_what_is_wrong,
 ]  # fmt: skip
+QUICK = {
+    "all_nonzero_entries",
+    "a_jump_waits_in_the_memory",
+    "not_finite_reaches_all",
+    "half_precision",
+    "trains_and_resumes",
+    "says_what_is_wrong",
+}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_summed_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, WORLD)

@@ -1,73 +1,69 @@
 """Each script in examples/ as two real processes: it trains, saves half-way, and is resumed.
 
-Starting processes and importing frameworks costs seconds, so that both runs happen in the same two processes.
+Importing frameworks costs seconds, so that ranks are forked from a process that has done so (support/example_runs.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support import example_runs
 from support.helpers import free_ports
 
 ROOT = Path(__file__).parents[2]
 STEPS, HALF = 6, 3
+SECONDS = 240  # that an example may take on a busy machine, imports included
 NEEDS = {
     "ddp.py": (),
     "lightning_ddp.py": ("lightning",),
     "accelerate_ddp.py": ("accelerate",),
     "hf_trainer.py": ("transformers", "accelerate"),
 }
-TWICE = """
-import os, runpy, sys
-script, ports, arguments = sys.argv[1], sys.argv[2].split(","), sys.argv[3:]
-for port, more in zip(ports, ([], ["--resume"])):
-    os.environ["MASTER_PORT"] = port
-    sys.argv = [script, *arguments, *more]
-    runpy.run_path(script, run_name="__main__")
-    if "accelerate" in sys.modules:  # which is made for one run in a process
-        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
-"""
 LINE = re.compile(r"rank (\d): (\d+) steps, loss (\S+), (\d+) bytes of frames \((\S+) times .* parameters (\w{8})")
 
 
-def run_twice(script: Path, folder: Path, seconds: float) -> list[list[tuple[str, ...]]]:
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen[str]]:
+    """The process from which the ranks of all examples are forked."""
+    network = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command, pipe = [sys.executable, example_runs.__file__], subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=os.environ | network, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    )
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_twice(runner: subprocess.Popen[str], script: Path, folder: Path) -> list[list[tuple[str, ...]]]:
     """What each rank printed at the end of the first and of the second run."""
     arguments = ["--steps", str(STEPS), "--save-at", str(HALF), "--checkpoint", str(folder / "checkpoint")]
-    command = [sys.executable, "-c", TWICE, str(script), ",".join(free_ports(2)), *arguments]
-    network = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    processes = []
-    for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        with (folder / f"output {rank}").open("w") as output:
-            environment = {**os.environ, **network, **place}
-            processes.append(
-                subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-            )
-    try:
-        for process in processes:
-            process.wait(seconds)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    assert runner.stdin is not None and runner.stdout is not None
+    print(script, folder, ",".join(free_ports(2)), *arguments, sep="\t", file=runner.stdin, flush=True)
+    ready, _, _ = select.select([runner.stdout], [], [], SECONDS)
     outputs = [(folder / f"output {rank}").read_text() for rank in range(2)]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    assert ready and runner.stdout.readline().split() == ["0", "0"], "\n".join(outputs)
     return [LINE.findall(output) for output in outputs]
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_example(name: str, tmp_path: Path) -> None:
+def test_example(name: str, runner: subprocess.Popen[str], tmp_path: Path) -> None:
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'gradwire[{package}]'")
-    ranks = run_twice(ROOT / "examples" / name, tmp_path, seconds=240)
+    ranks = run_twice(runner, ROOT / "examples" / name, tmp_path)
     checksums = set()
     for rank, lines in enumerate(ranks):
         assert [(int(line[0]), int(line[1])) for line in lines] == [(rank, STEPS), (rank, STEPS - HALF)]

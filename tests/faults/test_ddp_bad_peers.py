@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire import AggregateError
-from support.rank_pool import connect
+from support.rank_pool import connect, named
 from support.ranks import backward, make_ddp
 
 
@@ -124,7 +124,10 @@ def death(rank: int, clock: list[float]) -> None:
     backward(model, rank, 2)
 
 
-@pytest.mark.parametrize("scenario", [other_spec, other_sizes, other_parameters, damage], ids=lambda s: s.__name__)
+DISAGREEING = [other_spec, other_sizes, other_parameters, damage]
+
+
+@pytest.mark.parametrize("scenario", named(DISAGREEING, {"other_parameters", "damage"}))
 def test_workers_that_disagree_are_told(ranks, scenario):
     bad = ranks.run(partial(timed, scenario, 20))
     for rank in (0, 2):
@@ -134,11 +137,13 @@ def test_workers_that_disagree_are_told(ranks, scenario):
         assert "rank 2 sent" in bad[0]["value"][1]
 
 
+@pytest.mark.thorough
 def test_a_bucket_that_nobody_else_has_is_an_error(ranks):
     bad = ranks.run(partial(timed, more_buckets, 10))
     check_aggregate_error(bad[0], "rank 1 is gone", seconds=15)
 
 
+@pytest.mark.thorough
 def test_a_peer_that_hangs_is_an_error_after_the_timeout(ranks):
     bad = ranks.run(partial(timed, hang, 5))
     for rank in (0, 2):

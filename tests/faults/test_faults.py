@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
@@ -28,23 +29,40 @@ TRIALS = (
 )
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[Trial, list[Outcome]]:
-    """All at the same time: they mostly wait."""
-    with ThreadPoolExecutor(len(TRIALS)) as pool:
-        return dict(zip(TRIALS, pool.map(run, TRIALS), strict=True))
+QUICK = (TRIALS[1], TRIALS[3])  # a kill and a stop
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.fault} of rank {t.victim} of {t.world} in {t.place}")
-def test_survivors_are_told(outcomes, trial):
-    assert len(outcomes[trial]) == trial.world - 1
-    problems = [(o.problem(trial), o) for o in outcomes[trial] if o.problem(trial)]
+@functools.cache
+def outcomes(trials: tuple[Trial, ...]) -> dict[Trial, list[Outcome]]:
+    """Of these, all at the same time: they mostly wait."""
+    with ThreadPoolExecutor(len(trials)) as pool:
+        return dict(zip(trials, pool.map(run, trials), strict=True))
+
+
+def check_survivors(trial: Trial, survivors: list[Outcome]) -> None:
+    assert len(survivors) == trial.world - 1
+    problems = [(o.problem(trial), o) for o in survivors if o.problem(trial)]
     assert not problems, problems
 
 
-def test_survivors_of_a_killed_rank_need_not_wait_for_the_timeout(outcomes):
+def name_of(trial: Trial) -> str:
+    return f"{trial.fault} of rank {trial.victim} of {trial.world} in {trial.place}"
+
+
+@pytest.mark.parametrize("trial", QUICK, ids=name_of)
+def test_survivors_are_told(trial):
+    check_survivors(trial, outcomes(QUICK)[trial])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("trial", [trial for trial in TRIALS if trial not in QUICK], ids=name_of)
+def test_survivors_of_other_faults_are_told(trial):
+    check_survivors(trial, outcomes(tuple(t for t in TRIALS if t not in QUICK))[trial])
+
+
+def test_survivors_of_a_killed_rank_need_not_wait_for_the_timeout():
     """Those whose connections are intact hear of it from the others."""
-    for outcome in outcomes[TRIALS[1]]:
+    for outcome in outcomes(QUICK)[TRIALS[1]]:
         assert outcome.seconds < 2, outcome
 
 

@@ -254,6 +254,7 @@ def left_of(process: subprocess.Popen[str], seconds: float) -> list[str]:
         time.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_the_command_with_ray(tmp_path: Path) -> None:
     """As a user runs it; nothing is left of it."""
     arguments = "--federated --clients 4 --rounds 2 --threads 1 --lr 0.1 --codec none --codec co3 --json figures.json"

@@ -33,6 +33,7 @@ def figures(log: str) -> dict[str, int]:
     return ast.literal_eval(line)
 
 
+@pytest.mark.thorough
 @in_processes
 def test_the_app_trains_in_deployment_with_tls(tmp_path):
     with Fleet(tmp_path) as fleet:

@@ -575,9 +575,20 @@ SCENARIOS = [
     a_diverged_rank_is_left_out, ranks_start_alike, figures, evaluation_between_syncs, resuming, bad_arguments,
     other_models_are_told, training_resumes,
 ]  # fmt: skip
+QUICK = {
+    "every_step_is_ddp",
+    "averages_and_outer_steps",
+    "nothing_is_lost",
+    "masked_momentum",
+    "warm_up",
+    "uneven_ranks",
+    "a_diverged_rank_is_left_out",
+    "resuming",
+    "bad_arguments",
+}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=20, setup=add_toy_recipe)
 

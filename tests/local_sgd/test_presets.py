@@ -413,8 +413,9 @@ SCENARIOS = [
     resuming_bit_for_bit, states_are_copies, an_exception_at_the_beginning_of_a_round,
     a_model_loaded_between_two_blocks_counts, a_diverged_rank, unlike_specs_are_told,
 ]  # fmt: skip
+QUICK = {"ahead_and_flush_by_hand", "flush_sends_its_share_once", "buffers_every_nth_sync", "a_diverged_rank"}
 
 
-@pytest.mark.parametrize("scenario", named(SCENARIOS))
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_presets_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=30)

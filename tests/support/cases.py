@@ -7,6 +7,8 @@
 is one test (for each backend) that runs every case, also after one has failed, and lists those that did by name:
 `co3, float16`. `pytest -k zeros --case float16` runs the cases alone whose names contain that text.
 
+Of combinations, the quick tier takes a diagonal on which every value of every argument occurs; the rest has the others.
+
 Where cases share nothing and are few, or need a tmp_path or a monkeypatch of their own, pytest.mark.parametrize is
 the better choice.
 """
@@ -24,6 +26,8 @@ import torch
 
 SHOWN = 20  # failed cases whose errors are shown; all are counted
 wanted = ""  # of the option --case
+DIAGONAL, OTHERS = "diagonal", "others"
+part = ""  # of the combinations that the test now running is to take; all of them if it is neither of the two
 
 
 class Axis(NamedTuple):
@@ -71,9 +75,10 @@ def run_all(test: Callable[..., None], axes: list[Axis], fixtures: dict[str, Any
     """Call the test with every combination; one AssertionError for all that failed."""
     failures: list[tuple[str, Exception]] = []
     count = 0
-    for combination in itertools.product(*(axis.cases for axis in axes)):
-        name = ", ".join(part for part, _ in combination)
-        if wanted not in name:
+    for places in itertools.product(*(range(len(axis.cases)) for axis in axes)):
+        combination = [axis.cases[place] for axis, place in zip(axes, places, strict=True)]
+        name = ", ".join(text for text, _ in combination)
+        if wanted not in name or (part and (part == DIAGONAL) != on_diagonal(places, axes)):
             continue
         count += 1
         arguments: dict[str, Any] = {}
@@ -90,6 +95,17 @@ def run_all(test: Callable[..., None], axes: list[Axis], fixtures: dict[str, Any
         rest = [f"  … and {len(failures) - SHOWN} more"] if len(failures) > SHOWN else []
         text = "\n".join([f"{len(failures)} of {count} cases failed; the first is above", *lines, *rest])
         raise AssertionError(text) from failures[0][1]
+
+
+def is_split(test: Callable[..., None]) -> bool:
+    """Whether the quick tier takes some of its cases and leaves the others to the rest."""
+    return sum(len(axis.cases) > 1 for axis in getattr(test, "axes", [])) > 1
+
+
+def on_diagonal(places: tuple[int, ...], axes: list[Axis]) -> bool:
+    """Whether the places are (n, n, …), where shorter axes start again from their beginning."""
+    longest = max(range(len(axes)), key=lambda i: len(axes[i].cases))
+    return all(place == places[longest] % len(axis.cases) for place, axis in zip(places, axes, strict=True))
 
 
 def first_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
     def nothing_is_lost(rank: int) -> None: ...    # a scenario: it runs on every rank, and checks itself there
 
-    @pytest.mark.parametrize("scenario", named([nothing_is_lost, ...], quick=[nothing_is_lost]))
+    @pytest.mark.parametrize("scenario", named([nothing_is_lost, ...], quick={"nothing_is_lost"}))
     def test_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
         ranks.check(scenario)
 
@@ -46,10 +46,10 @@ Scenario = Callable[[int], None]
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest", "gradwire"]
 
 
-def named(scenarios: Iterable[Scenario] | Mapping[str, Scenario], quick: Iterable[Any] | None = None) -> list[Any]:
+def named(scenarios: Iterable[Scenario] | Mapping[str, Any], quick: Iterable[str] | None = None) -> list[Any]:
     """Parameters of a test, by the scenarios' names; those that are not among the quick ones are thorough."""
     by_name = dict(scenarios) if isinstance(scenarios, Mapping) else {s.__name__: s for s in scenarios}
-    chosen = set(by_name) if quick is None else {q if isinstance(q, str) else q.__name__ for q in quick}
+    chosen = set(by_name) if quick is None else set(quick)
     assert chosen <= set(by_name), chosen - set(by_name)
     return [
         pytest.param(scenario, id=name, marks=[] if name in chosen else [pytest.mark.thorough])
