@@ -66,7 +66,13 @@ def test_lost_once_more_between_operations() -> None:
             peer.close()
 
 
-@pytest.mark.parametrize("last", ["pass", "client.start(words, words)", "raise SystemExit(3)"])
+ENDINGS = [
+    "client.start(words, words)",
+    *(pytest.param(e, marks=pytest.mark.thorough) for e in ("pass", "raise SystemExit(3)")),
+]
+
+
+@pytest.mark.parametrize("last", ENDINGS)
 def test_a_process_that_ends_without_leaving(last: str) -> None:
     """Its thread does not outlive the interpreter; the aggregator is told."""
     program = textwrap.dedent("""

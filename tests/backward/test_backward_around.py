@@ -67,6 +67,7 @@ def test_recomputed_activations(expected, reentrant):
     assert states(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(expected, backend):
     torch.compiler.reset()

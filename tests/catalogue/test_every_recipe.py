@@ -16,6 +16,7 @@ from gradwire import FrameError
 from gradwire.catalogue import parse_recipe
 from gradwire.cli import main
 from gradwire.frame import headers
+from support.cases import for_each
 from support.helpers import (
     BACKENDS,
     FLOATS,
@@ -31,7 +32,7 @@ from support.plain_decoder import plain_decode
 
 NAMES = [entry.name for entry in gradwire.recipes()]
 SHAPES = [(), (1,), (3, 0, 2), (7,), (40, 30)]
-every_recipe = pytest.mark.parametrize("name", NAMES)
+every_recipe = for_each("name", NAMES)
 
 
 @every_recipe
@@ -109,6 +110,7 @@ def test_non_finite_gradients_travel_as_they_are(name: str) -> None:
             check_same(memory, before)
 
 
+@pytest.mark.thorough
 @every_recipe
 def test_damage_behind_a_right_checksum_is_a_frame_error(name: str) -> None:
     frame = gradwire.codec(name).encode(gradient(400))

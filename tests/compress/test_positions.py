@@ -246,6 +246,7 @@ def test_frames_of_what_is_always_stored(backend: str) -> None:
             gradwire.decode(assemble(bytes([1, 0, 0, 1]) + ONE, shape, 5, dtype))
 
 
+@pytest.mark.thorough
 def test_damage_is_found_or_harmless() -> None:
     """Only FrameError, and every backend says the same."""
     rng = random.Random(0)

@@ -232,6 +232,7 @@ def test_bad_arguments() -> None:
 # ── federated ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.thorough
 def test_updates_of_a_federated_client() -> None:
     """Round after round, what the server has and what the client remembers add up to all that was trained."""
     generator = torch.Generator().manual_seed(0)

@@ -206,6 +206,7 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run it without torchrun" in error_of("--federated")
 
 
+@pytest.mark.thorough
 def test_an_engine_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         try:

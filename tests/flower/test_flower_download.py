@@ -99,6 +99,7 @@ def steps_in(data: bytes) -> tuple[int, int, int, list[bytes]]:
 # ── the same bits on any path ─────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.lists(st.sets(st.integers(0, 2)), min_size=2, max_size=5))
 def test_copies_are_the_servers_on_any_path(spec, seed, taking_part):

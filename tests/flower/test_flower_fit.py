@@ -192,6 +192,7 @@ def test_an_update_that_is_not_finite_is_refused():
 # ── many updates ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["co3", "stc:p=0.3"])
 def test_a_hundred_rounds_of_drifting_updates(spec):
     """Updates shrink a hundredfold, point another way in each round, and keep a common direction."""

@@ -345,6 +345,7 @@ def test_a_failed_decode_into_keeps_shape_and_dtype(backend):
     assert out.shape == (3000,) and out.isfinite().all()
 
 
+@pytest.mark.thorough
 def test_fuzzed_frames():
     """Short runs of tests/fuzz_decode.py, in a process of their own for the sake of its memory figure."""
     runs = [["--frames", "3000", "--seed", "1", *extra] for extra in ([], ["--repair-checksum"])]

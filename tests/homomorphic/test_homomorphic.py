@@ -183,6 +183,7 @@ def test_sizes_at_five_and_one_percent():
         assert words / (sum(map(len, encoded)) + HEADERS) >= least
 
 
+@pytest.mark.thorough
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_plan_is_right_about_what_it_decodes(data):

@@ -448,7 +448,7 @@ def test_a_view_of_one_number_is_not_taken_for_a_huge_tensor(tmp_path: Path) -> 
 # ── extras, the picture, progress, the program ────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pdf"])
+@pytest.mark.parametrize("suffix", [".png", pytest.param(".pdf", marks=pytest.mark.thorough)])
 def test_plot(tmp_path: Path, suffix: str) -> None:
     named = {f"layer{i}": gradient(3000 + i, beta=0.3 + 0.2 * i) for i in range(8)}
     target = tmp_path / f"fits{suffix}"

@@ -17,6 +17,7 @@ import pytest
 CHECKS = Path(__file__).parent / "triton_rows.py"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 def test_triton_kernels_equal_the_reference():
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(CHECKS)]

@@ -253,6 +253,7 @@ def test_cifar10_refuses_images_of_another_size(tmp_path: Path) -> None:
         tasks.find("cifar10")(tmp_path)
 
 
+@pytest.mark.thorough
 def test_cifar10_learns(tmp_path: Path) -> None:
     pixels, labels = cifar_pixels() // 8, [i % 10 for i in range(20)]
     for i, label in enumerate(labels):
@@ -312,6 +313,7 @@ def test_text_skips_tests_and_installed_packages(tmp_path: Path) -> None:
     assert {path.name for path in text._source_files(tmp_path)} == {"a.py", "b.py"}
 
 
+@pytest.mark.thorough
 def test_text_learns(text_task: Task) -> None:
     losses = losses_of_first_steps(text_task, 20, batch_size=8)
     assert losses[0] == pytest.approx(math.log(256), abs=0.3)
