@@ -20,6 +20,10 @@ FILES = sorted(
 )
 PAGES = [name for name in FILES if name.endswith(".md")]
 SOURCE = re.compile(r"`([\w./{},-]*\w\.(?:py|cpp|h|c|sh|npz))(?::([\w.]+))?`")  # `file.py` or `file.py:function`
+ANYWHERE = re.compile(
+    r"(?<![\w/.<>-])((?:benchmarks|tests|scripts|examples|native|docs)/[\w./-]*\w\.\w+)"
+)  # in commands, too
+TARGET = re.compile(r"`(?:sudo )?make ([\w-]+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -54,6 +58,15 @@ def test_files_and_functions_that_are_named_exist(page):
         if path is None or (function and function not in defined(path)):
             wrong.append(f"{name}:{function}" if function else name)
     assert wrong == [], f"{page} names what does not exist"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_and_targets_in_commands_exist(page):
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    folders = (ROOT, (ROOT / page).parent)
+    wrong = [name for name in ANYWHERE.findall(text) if not any((folder / name).exists() for folder in folders)]
+    assert wrong + [target for target in TARGET.findall(text) if target not in targets] == []
 
 
 def test_functions_of_papers_exist():
