@@ -160,6 +160,7 @@ def batches(count: int, rows: int = 12, inputs: int = 6, outputs: int = 5) -> It
 def test_gradients_and_memories_are_those_of_the_paper(policy, decay, centre, picks):
     layer = gradwire.backward.Linear(6, 5, k=0.25, policy=policy, decay=decay, centre=centre)
     plain = PlainRows(6, 5, decay, centre)
+    picks.clear()
     for x, d in batches(20):
         layer.zero_grad()
         layer(x + 0.5).backward(d)

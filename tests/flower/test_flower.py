@@ -222,6 +222,7 @@ FAULTS = {
 
 @for_each("reason", FAULTS)
 def test_a_bad_update_is_rejected_and_the_round_goes_on(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     logging.getLogger("flwr").propagate = True
     strategy, client = compressed("co3")
     fault = one_client_is(lambda reply: changed_update(reply, FAULTS[reason]))
