@@ -83,8 +83,9 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Tests go to whoever is free, but those that share something stay together: a module that uses ranks or has
-    fixtures of its own for all tests, and tests that differ in parameters alone.
+    """One worker runs all scenarios with ranks, so that ranks are started once, and do not compete with other ranks.
+    All other tests go to whoever is free, but those that share something stay together: a module with fixtures of its
+    own for all tests, and tests that differ in parameters alone.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -95,8 +96,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class SharedTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            together = 'scope="module"' in text(path) or "RankPool" in text(path)
-            return path if together else nodeid.partition("[")[0]
+            if "rank_pool import" in text(path) or "fault_trials import" in text(path):
+                return "ranks"
+            return path if 'scope="module"' in text(path) else nodeid.partition("[")[0]
 
     return SharedTogether(config, log)
 

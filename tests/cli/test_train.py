@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from gradwire import AggregateError, GradwireError, tasks
+from gradwire import GradwireError, tasks
 from gradwire.checkpoints import run_file
 from gradwire.cli import main
 from gradwire.cli.report import show
 from gradwire.tasks.training import Training
 from support.helpers import free_ports
-from support.rank_pool import WORLD, RankPool, connect
 from support.train_runs import (
     COMMAND,
     figures,
@@ -78,33 +76,6 @@ def test_two_codecs_one_after_the_other(tmp_path: Path) -> None:
     assert 0.99 < none["ratio"] < 1
     assert co3["ratio"] > 8
     assert "step 88/88" in result.stdout
-
-
-# ── replicas ──
-
-
-def stray(rank: int, folder: Path) -> list[str]:
-    """One bit of one parameter of rank 1 changes on its own."""
-    connect(rank, folder, "stray")
-
-    def spoil(training: Training, loss: float) -> None:
-        if training.rank == 1 and training.step == 3:
-            with torch.no_grad():
-                next(training.model.parameters()).view(-1).view(torch.int32)[5] ^= 1
-
-    training = Training(tasks.find("digits")(Path()), settings(4), "co3")
-    try:
-        training.run(spoil)
-        return []
-    except AggregateError as error:
-        return [str(error)]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_stray_replica_is_an_error(ranks: RankPool) -> None:
-    told = ["replicas differ: rank 1 has other parameters than rank 0"]
-    assert ranks.run(stray, seconds=60) == [told] * WORLD
 
 
 # ── stop and resume ──
