@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from support.rank_pool import PRELOADED
 from support.ranks import Net, loss_of
 
 TIMEOUT = 3.0  # seconds: the process group's
@@ -129,7 +130,7 @@ class Outcome:
 def run(trial: Trial) -> list[Outcome]:
     """Start all ranks, wait for the survivors."""
     context = multiprocessing.get_context("forkserver")  # torch is imported once, and each rank starts in no time
-    context.set_forkserver_preload(["fault_trials"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         where = f"tcp://127.0.0.1:{_free_port()}" if trial.store == "tcp" else f"file://{folder / 'store'}"
