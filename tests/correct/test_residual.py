@@ -9,12 +9,12 @@ import torch
 
 import gradwire
 from gradwire import GradwireError
-from gradwire.correct.error_memory import Residual
+from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from support.helpers import check_contract_3, check_same, encode_into, gradient
 
 
 def test_memory_starts_at_zero():
-    memory, after = Residual().buffers("w", gradient(6).reshape(2, 3))
+    memory, after = ErrorMemory().buffers("w", gradient(6).reshape(2, 3))
     assert torch.equal(memory, torch.zeros(2, 3))
     assert (after.shape, after.dtype) == (memory.shape, memory.dtype)
     assert after.data_ptr() != memory.data_ptr()
@@ -22,12 +22,12 @@ def test_memory_starts_at_zero():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_memory_is_fp32_whatever_the_gradient(dtype):
-    for buffer in Residual().buffers("w", gradient(6).to(dtype)):
+    for buffer in ErrorMemory().buffers("w", gradient(6).to(dtype)):
         assert buffer.dtype == torch.float32
 
 
 def test_commit_and_rollback():
-    residual, grad = Residual(), torch.zeros(4)
+    residual, grad = ErrorMemory(), torch.zeros(4)
     for step in range(1, 4):
         _, after = residual.buffers("w", grad)
         after.fill_(step)
@@ -41,7 +41,7 @@ def test_commit_and_rollback():
 
 
 def test_commit_touches_only_this_steps_parameters():
-    residual = Residual()
+    residual = ErrorMemory()
     for name in ("a", "b"):
         residual.buffers(name, torch.zeros(2))[1].fill_(1)
     residual.commit()
@@ -53,7 +53,7 @@ def test_commit_touches_only_this_steps_parameters():
 
 
 def test_rollback_then_commit_commits_nothing():
-    residual = Residual()
+    residual = ErrorMemory()
     residual.buffers("w", torch.zeros(2))[1].fill_(5)
     residual.rollback()
     residual.commit()
@@ -61,7 +61,7 @@ def test_rollback_then_commit_commits_nothing():
 
 
 def test_names_keep_memories_apart():
-    residual = Residual()
+    residual = ErrorMemory()
     for i in range(5):
         residual.buffers(f"layer{i}", torch.zeros(3))[1].fill_(i)
     residual.commit()
@@ -70,13 +70,13 @@ def test_names_keep_memories_apart():
 
 
 def test_a_name_keeps_its_shape():
-    residual = Residual()
+    residual = ErrorMemory()
     residual.buffers("w", torch.zeros(2, 3))
     with pytest.raises(GradwireError, match=r"error memory of 'w' has shape \(2, 3\), its gradient \(3, 2\)"):
         residual.buffers("w", torch.zeros(3, 2))
 
 
-def run(residual: Residual, steps: range, fail_at: int = -1) -> list[bytes]:
+def run(residual: ErrorMemory, steps: range, fail_at: int = -1) -> list[bytes]:
     """Error feedback through the bytes; contract 3 in every step that is committed."""
     codec, frames = gradwire.codec("co3"), []
     for t in steps:
@@ -95,12 +95,12 @@ def run(residual: Residual, steps: range, fail_at: int = -1) -> list[bytes]:
 
 
 def test_rolled_back_steps_leave_no_trace():
-    assert run(Residual(), range(8), fail_at=3) == run(Residual(), [0, 1, 2, 4, 5, 6, 7])
+    assert run(ErrorMemory(), range(8), fail_at=3) == run(ErrorMemory(), [0, 1, 2, 4, 5, 6, 7])
 
 
 def test_saved_memory_goes_on_where_it_was():
-    whole = run(Residual(), range(8))
-    first, second = Residual(), Residual()
+    whole = run(ErrorMemory(), range(8))
+    first, second = ErrorMemory(), ErrorMemory()
     frames = run(first, range(4))
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
@@ -110,7 +110,7 @@ def test_saved_memory_goes_on_where_it_was():
 
 
 def test_saved_memory_is_a_copy():
-    residual = Residual()
+    residual = ErrorMemory()
     run(residual, range(1))
     state = residual.state_dict()
     kept = state["memory"]["w"].clone()
@@ -122,7 +122,7 @@ def test_saved_memory_is_a_copy():
 
 
 def test_an_unfinished_step_is_not_saved():
-    residual = Residual()
+    residual = ErrorMemory()
     run(residual, range(2))
     kept = residual.memory["w"].clone()
     residual.buffers("w", gradient(200))[1].fill_(99)
@@ -133,7 +133,7 @@ def test_an_unfinished_step_is_not_saved():
 
 
 def test_loaded_memory_becomes_fp32():
-    residual = Residual()
+    residual = ErrorMemory()
     residual.load_state_dict({"memory": {"w": torch.ones(3, dtype=torch.float64)}})
     assert residual.buffers("w", torch.zeros(3))[0].dtype == torch.float32
 
@@ -141,4 +141,4 @@ def test_loaded_memory_becomes_fp32():
 @pytest.mark.parametrize("state", [{}, {"memory": None}, {"memory": [torch.zeros(3)]}, {"steps": 4}])
 def test_what_is_no_state(state):
     with pytest.raises(GradwireError, match="not the state of an error memory"):
-        Residual().load_state_dict(state)
+        ErrorMemory().load_state_dict(state)

@@ -17,7 +17,7 @@ from torch import nn
 
 import gradwire
 from gradwire import AggregateError, FrameError, GradwireError, data_parallel
-from gradwire.aggregate.exchanges.shard_memory import ShardMemory
+from gradwire.aggregate.exchanges.shard_owner_memory import ShardMemory
 from gradwire.aggregate.messages import present_tensors
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import TensorPart

@@ -22,8 +22,8 @@ from flwr.supercore.task_identity import TaskIdentity
 import gradwire
 from gradwire import SpecError, flower
 from gradwire.flower.client import mod
+from gradwire.flower.client.client_memory import ClientMemory
 from gradwire.flower.client.context_store import RECORD, ContextStore
-from gradwire.flower.client.error_memory import ErrorMemory
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import as_bytes_record
 from support.cases import for_each
@@ -154,7 +154,7 @@ def test_what_is_left_out_is_sent_later() -> None:
     result, grid = run(strategy, client, clients=2, rounds=6)
     store = ContextStore(grid.contexts[1], strategy.wire.training)
     left = [
-        ErrorMemory(ContextStore(c, strategy.wire.training)).settle([strategy.wire.accepted[node]])
+        ClientMemory(ContextStore(c, strategy.wire.training)).settle([strategy.wire.accepted[node]])
         for node, c in grid.contexts.items()
     ]
     assert store.read("settled") is not None

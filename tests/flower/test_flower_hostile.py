@@ -17,8 +17,8 @@ from flwr.serverapp.strategy import FedAvg
 
 import gradwire
 from gradwire import FrameError, flower
+from gradwire.flower.client.client_memory import ClientMemory, usable
 from gradwire.flower.client.context_store import ContextStore
-from gradwire.flower.client.error_memory import ErrorMemory, usable
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import Note, with_records
 from gradwire.frame.byte_fields import varint
@@ -196,7 +196,7 @@ def test_a_context_of_another_version_is_as_good_as_none(content: object) -> Non
     if isinstance(content, bytes):
         (name,) = context.state["gradwire"]
         context.state["gradwire"] = ArrayRecord({name: Array("uint8", (4,), "torch", content)})
-    assert ErrorMemory(store).settle([b"x" * 8]) == {}
+    assert ClientMemory(store).settle([b"x" * 8]) == {}
 
 
 @pytest.mark.parametrize("bad", [{"model": 1.5}, {"training": "12345678"}, {"accepted": b"123"}, {"have": -1}])

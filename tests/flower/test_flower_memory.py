@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gradwire import GradwireError, flower
 from gradwire.flower import one_process
-from gradwire.flower.client.error_memory import ErrorMemory
+from gradwire.flower.client.client_memory import ClientMemory
 from gradwire.flower.client.folder_store import FolderStore, default_folder
 from support.flower_apps import Faulty, adding_client, drift, final, run, serve, start_model
 
@@ -65,7 +65,7 @@ def test_what_arrived_and_what_is_left_add_up(fates: list[str]) -> None:
         model = start_model()
         expected = model[NAME] + sum(drift(0, r, model)[NAME] for r in grid.arrived)
         store = FolderStore(Path(folder), strategy.wire.training, "partition-0")
-        left = ErrorMemory(store).settle(list(strategy.wire.accepted.values()))
+        left = ClientMemory(store).settle(list(strategy.wire.accepted.values()))
         got = final(results[0])[NAME] if grid.arrived else model[NAME]
         torch.testing.assert_close(got + left.get(NAME, 0), expected, rtol=0, atol=1e-5)
 

@@ -52,11 +52,11 @@ class Codec:
         return self.converter.stochastic
 
     def runs_on(self, device: torch.device) -> bool:
-        """Tell whether all kernels that this codec needs were written for tensors of this device.
+        """Tell whether this device has kernels for this codec, so that a training leaves its gradients there.
 
-        Where they were, a gradient is best encoded where it is, with its error memory on the same device. Where they
-        were not, it is best copied to the CPU once: `encode_into` takes tensors of any device, but has to make that
-        copy for every call, or runs on plain torch. For the CPU the answer is always yes.
+        Where it has, the error memory is kept on the same device. Where it has not, a gradient is best copied to the
+        CPU once: `encode_into` takes tensors of any device, but has to make that copy for every call, or runs on plain
+        torch. For the CPU the answer is always yes.
         """
         return kernels.runs_on(device, self.converter.families)
 

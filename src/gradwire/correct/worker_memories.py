@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradwire.correct.error_memory import Residual, memory_in
+from gradwire.correct.error_memory_by_parameter import ErrorMemory, memory_in
 from gradwire.correct.momentum import Factor, Velocity
 
 
@@ -23,7 +23,7 @@ class WorkerMemories:
     """
 
     def __init__(self) -> None:
-        self.errors, self.velocity = Residual(), Velocity()
+        self.errors, self.velocity = ErrorMemory(), Velocity()
         self.scale = 1.0  # of the loss, and with it of gradients and memories
         self._factors: dict[str, Factor] = {}  # of the parameters whose momentum is accumulated here
         self._sent: dict[str, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import Facts, describe
-from gradwire.aggregate.sums.aggregator_or_none import aggregator_sums
+from gradwire.aggregate.sums.aggregator_for_all_or_none import aggregator_sums
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.correct.momentum import Takeover

@@ -7,11 +7,12 @@ first two never import each other. One update goes this way from a client to the
    model it is, which update of this client arrived last), and sends them through Flower's grid.
 2. `client.mod.CompressMod.__call__` gets the message before the client's own function does, and completes the model if
    downloads are compressed.
-3. `client.error_memory.ErrorMemory.settle` returns what the updates that arrived have left out; then the client trains.
+3. `client.client_memory.ClientMemory.settle` returns what the updates that arrived have left out; then the client
+   trains.
 4. `client.model_changes.changes` subtracts the received model from the trained one.
 5. `shared.update.encode` turns the differences and the error memory into frames, by coarser recipes if there is a byte
    budget.
-6. `shared.message.seal` adds a token, the number of the model and a checksum. `ErrorMemory.propose` stores the new
+6. `shared.message.seal` adds a token, the number of the model and a checksum. `ClientMemory.propose` stores the new
    error memory, and the reply leaves.
 7. `server.reply_intake.ReplyIntake.take` gets the reply from the `Wire`, with the message that it answers.
 8. `server.replies.decoded` checks the header and calls `shared.update.decode`, which adds the differences to the model

@@ -26,7 +26,7 @@ from gradwire.aggregate.transport.link import Link, reduce_scatter_tensor
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name
 from gradwire.checkpoints.rank_states import AllRanks, own_part
-from gradwire.correct.error_memory import memory_in
+from gradwire.correct.error_memory_by_parameter import memory_in
 from gradwire.engine import auto
 from gradwire.engine.options import Scaler
 from gradwire.errors import GradwireError, SpecError, unknown_name

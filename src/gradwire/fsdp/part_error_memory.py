@@ -19,7 +19,7 @@ from gradwire.errors import GradwireError
 class PartErrorMemory:
     """The error memory of sharded parameters, flat and by name.
 
-    As in `Residual`, what is written in a step counts only after `commit`. One thread at a time may call it.
+    As in `ErrorMemory`, what is written in a step counts only after `commit`. One thread at a time may call it.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32):

@@ -19,9 +19,13 @@ device has kernels of the family.
 
 A kernel for another device, such as ORQ's `search_levels` on a GPU, is one file and one line:
 
-1. write `cuda/levels.py` with a function of the reference's name and parameters, `search_levels`; what it does not
-   define stays with the reference, and `conditions.where` says which tensors it is for;
+1. write `cuda/levels.py` with a function of the reference's name and parameters, `search_levels`; `conditions.where`
+   says which tensors it is for;
 2. add `("cuda", "levels"): "gradwire.kernels.cuda.levels"` to `IMPLEMENTATIONS` in dispatch.py.
+
+From then on gradients of all recipes of that family stay on the GPU, in single calls and in trainings. Whatever the new
+file does not define is done there by the reference, in plain torch: a family is worth its line when its slow kernels
+are written.
 
 Where the native module is missing, the reference does all the work, with one warning and the same bytes.
 """

@@ -40,8 +40,8 @@ IMPLEMENTATIONS = {
     ("cuda", "rows"): "gradwire.kernels.cuda.rows",
 }
 
-# Which arguments decide, where it is not the first tensor: the device of the first of these counts, and all of them
-# have to meet the condition of the kernel.
+# The implementation of a kernel is chosen by the device of its first tensor argument. For these kernels it is chosen by
+# the first of the arguments named here, and all of them have to meet the condition of the implementation.
 DECIDED_BY = {
     "rans_dequantize": ("out",),
     "spread_levels": ("out",),
@@ -69,12 +69,21 @@ def implementation(device: str, family: str) -> ModuleType | None:
 
 
 def runs_on(device: torch.device, families: Iterable[str]) -> bool:
-    """Tell whether kernels of all these families were written for this device; for the CPU, always."""
-    return device.type == "cpu" or all(implementation(device.type, family) for family in families)
+    """Tell whether a training leaves its tensors on this device; for the CPU, always.
+
+    At least one of the families has kernels that were written for the device, and all others have them too or are
+    done well enough by plain torch. So the first kernel that is written for a device is reached at once.
+    """
+    families = tuple(families)
+    written = any(implementation(device.type, family) for family in families)
+    return device.type == "cpu" or (written and takes(device, families))
 
 
 def takes(device: torch.device, families: Iterable[str]) -> bool:
-    """Tell whether tensors had better stay on this device: its kernels, or else plain torch, do the work there."""
+    """Tell whether a single call leaves its tensors on this device, rather than copying them to the CPU and back.
+
+    Every family has kernels for the device, or is done well enough by plain torch.
+    """
     return device.type == "cpu" or all(
         family in PLAIN_TORCH_EVERYWHERE or implementation(device.type, family) for family in families
     )

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 import torch
 
-from gradwire.aggregate.exchanges.shard_memory import ShardMemory
+from gradwire.aggregate.exchanges.shard_owner_memory import ShardMemory
 from gradwire.aggregate.messages import present_tensors
 from gradwire.aggregate.messages.frame_plan import only_present
 from gradwire.aggregate.messages.partial_messages import PartialMessages

@@ -26,7 +26,7 @@ from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.message_prefix import PREFIX
-from gradwire.correct.error_memory import Residual
+from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.correct.worker_memories import WorkerMemories
 
 
@@ -61,7 +61,7 @@ class MessageCoder:
         return self._encode_block(key, plans, note, self.corrected, self._encode_gradients)
 
     def encode_means(
-        self, key: Hashable, plans: Sequence[FramePlan], note: bytes, memory: Residual
+        self, key: Hashable, plans: Sequence[FramePlan], note: bytes, memory: ErrorMemory
     ) -> tuple[torch.Tensor, int]:
         """Do the same with the means of this rank's shards: they have an error memory of their own, and are sent as
         they are."""
@@ -157,7 +157,9 @@ class MessageCoder:
         self.ledger.resume_at(int(state.get("steps", 0)))
 
 
-def encode_frames(plans: Sequence[FramePlan], recipes: ModelRecipes, errors: Residual, step: int, sender: int) -> bytes:
+def encode_frames(
+    plans: Sequence[FramePlan], recipes: ModelRecipes, errors: ErrorMemory, step: int, sender: int
+) -> bytes:
     """Return the frames of one update that is sent by itself, as Flower's clients do, and update the error memory.
 
     It counts from `errors.commit()` on.
@@ -183,7 +185,7 @@ def clipped(part: TensorPart, recipes: ModelRecipes, scale: float, world: int) -
     return tensor
 
 
-def _slots(plan: FramePlan, memory: Residual) -> list[MemorySlot]:
+def _slots(plan: FramePlan, memory: ErrorMemory) -> list[MemorySlot]:
     """Return the error memory of each part, or nothing if the recipe has none."""
     if not plan.recipe.decay:
         return []

@@ -15,7 +15,7 @@ from flwr.supercore import log
 from gradwire.catalogue.spec_by_name import Spec, parse_spec
 from gradwire.errors import GradwireError
 from gradwire.flower.client import byte_budget, model_changes
-from gradwire.flower.client.error_memory import ErrorMemory, usable
+from gradwire.flower.client.client_memory import ClientMemory, usable
 from gradwire.flower.client.instructed_spec import spec_for
 from gradwire.flower.client.received_model import WholeModelNeeded, with_whole_model
 from gradwire.flower.client.state_store import client_name, store_of
@@ -81,7 +81,7 @@ class CompressMod:
             store = store_of(context, note.training, self.folder)
             if note.have is not None:
                 request = with_whole_model(request, note, store)
-            memory = ErrorMemory(store)
+            memory = ClientMemory(store)
             left_out = memory.settle(note.accepted) if category(request) == "train" else {}
         except GradwireError as error:
             return _error_reply(error, message)
@@ -109,7 +109,7 @@ class CompressMod:
         return self.budget if node_budget is None else byte_budget.parse_bytes(node_budget)
 
     def _compressed(
-        self, message: Message, reply: Message, note: Note, client: str, memory: ErrorMemory,
+        self, message: Message, reply: Message, note: Note, client: str, memory: ClientMemory,
         left_out: dict[str, torch.Tensor], budget: int | None,
     ) -> Message:  # fmt: skip
         """Return the reply with an update in place of its model, after the memory of this update is stored."""

@@ -21,7 +21,7 @@ from gradwire.aggregate.messages.tensor_parts import whole_tensors
 from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.spec_by_name import SMALL, Spec
 from gradwire.codecs import CONVERTIBLE
-from gradwire.correct.error_memory import Residual
+from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.errors import FrameError, GradwireError
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader, varint
@@ -75,7 +75,7 @@ def encode(
     difference is not finite. The arguments are not changed.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    recipes, errors = ModelRecipes(full_spec(spec)), Residual()
+    recipes, errors = ModelRecipes(full_spec(spec)), ErrorMemory()
     errors.load_state_dict({"memory": dict(memory or {})})
     tensors = [(name, t.detach().float().contiguous()) for name, t in differences.items() if t.numel()]
     for name, tensor in tensors:

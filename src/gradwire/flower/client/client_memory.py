@@ -20,7 +20,7 @@ SETTLED, PENDING = "settled", "pending"
 NO_TOKEN = b""
 
 
-class ErrorMemory:
+class ClientMemory:
     """What the updates of one client in one training have left out so far, by name of tensor.
 
     It promises that a lost or rejected reply, or a process that is killed at any moment, neither loses a part of the

@@ -14,8 +14,8 @@ import torch
 from gradwire.errors import GradwireError
 
 
-class Residual:
-    """The error memory of one worker: what each parameter's frames have left out so far, in fp32 on the CPU.
+class ErrorMemory:
+    """The error memory of one worker: what each parameter's frames have left out so far, in fp32.
 
     Within a step, memory is read from one buffer and written to another, which counts only after `commit`: a step in
     which some worker's gradient was not finite is undone by `rollback`. One thread at a time may call it; between two

@@ -11,7 +11,7 @@ import torch
 
 from gradwire.aggregate.messages.frame_plan import FramePlan
 from gradwire.aggregate.messages.tensor_parts import TensorPart
-from gradwire.correct.error_memory import Residual
+from gradwire.correct.error_memory_by_parameter import ErrorMemory
 
 
 class ShardMemory:
@@ -22,7 +22,7 @@ class ShardMemory:
     """
 
     def __init__(self) -> None:
-        self.errors = Residual()
+        self.errors = ErrorMemory()
         self._shards: dict[str, TensorPart] = {}  # by key; without the entries
         self._loaded: dict[str, torch.Tensor] = {}  # by parameter name
 
@@ -73,5 +73,5 @@ class ShardMemory:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what was saved, in place of what is there."""
-        self.errors, self._shards = Residual(), {}
+        self.errors, self._shards = ErrorMemory(), {}
         self._loaded = {name: memory.detach().to("cpu", torch.float32, copy=True) for name, memory in state.items()}
