@@ -44,6 +44,7 @@ def engine(hosts: XdpHosts) -> Iterator[XdpEngine]:
         yield made
 
 
+@pytest.mark.thorough
 def test_the_program_with_real_workers(hosts, tmp_path):
     """`gradwire aggregator --engine xdp` in one namespace, workers of `homomorphic` in others."""
     report = tmp_path / "figures.json"

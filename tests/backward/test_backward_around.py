@@ -76,6 +76,7 @@ def test_compiled(expected, backend):
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_converted_after_it_was_compiled(expected):
     torch.compiler.reset()
     model = make()

@@ -221,6 +221,7 @@ def test_a_class_made_of_a_converted_one():
     assert layer.choice.k == 3
 
 
+@pytest.mark.thorough
 def test_importing_gradwire_does_not_import_the_compiler():
     """It takes a second, which DDP and optimizers ask for themselves when they are used."""
     code = "import sys, gradwire.backward; sys.exit('torch._dynamo' in sys.modules)"

@@ -61,6 +61,7 @@ def test_levels_are_the_weighted_means_between_midpoints(beta: float, t: float, 
     assert found == pytest.approx(means, rel=1e-6)
 
 
+@pytest.mark.thorough
 @for_each(("beta", "t", "m", "count"), SOURCES)
 def test_no_other_levels_nearby_are_better(beta: float, t: float, m: int, count: int) -> None:
     """Neither a saddle, to which Newton's method might lead, nor a worse place."""

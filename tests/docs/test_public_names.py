@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import gradwire
 
 WITHOUT_FLOWER = """
@@ -17,6 +19,7 @@ except ImportError:
 """
 
 
+@pytest.mark.thorough
 def test_a_star_import_needs_no_flower():
     result = subprocess.run([sys.executable, "-c", WITHOUT_FLOWER], check=False, capture_output=True, text=True)
     assert (result.stdout.strip(), result.returncode) == ("flower is missing", 0), result.stderr

@@ -52,6 +52,7 @@ def without_seconds(figures: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "history": history, "seconds_per_round": None}
 
 
+@pytest.mark.thorough
 def test_the_outcome_is_a_function_of_the_seed() -> None:
     first, again = (finished(SMALL, "none")[0] for _ in range(2))
     assert without_seconds(first) == without_seconds(again)
@@ -123,6 +124,7 @@ def test_a_training_that_diverges_is_named() -> None:
         finished(dataclasses.replace(SMALL, lr=1e30), "co3")
 
 
+@pytest.mark.thorough
 def test_text_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(text, "TRAIN_BYTES", 20_000)
     monkeypatch.setattr(text, "TEST_BYTES", 2_000)

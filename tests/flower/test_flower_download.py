@@ -197,6 +197,7 @@ def test_what_was_sent_and_what_waits_is_all_there_is(spec, seed):
         check_same(chain.shared_copy[name], model[name])
 
 
+@pytest.mark.thorough
 @for_each("spec", [n for n in CATALOGUE if n not in REFUSED] + ["ecq:rate=1.5,rounding=stochastic"])
 def test_what_waits_gets_less(spec):
     """As far as bits go, where the model stays: an error that fed on itself would grow without bound."""

@@ -497,6 +497,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.thorough
 def test_the_program(tmp_path: Path) -> None:
     frame = gradwire.codec("co3").encode(gradient(3000))
     good = run(write(tmp_path / "a.gw", frame))

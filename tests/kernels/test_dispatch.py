@@ -126,6 +126,7 @@ def test_backends_are_switched_and_restored() -> None:
     assert (dispatch.implementation("cpu", "levels") is None) == (not kernels.instruction_sets())
 
 
+@pytest.mark.thorough
 def test_triton_is_not_imported_where_no_tensor_needs_it() -> None:
     code = "import sys, gradwire, gradwire.backward; assert not any(m.startswith('triton') for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -297,6 +297,7 @@ def text_task() -> Task:
     return tasks.find("text")(NOWHERE)
 
 
+@pytest.mark.thorough
 def test_text_is_the_standard_library(text_task: Task) -> None:
     inputs, targets = text_task.train_batch(torch.arange(50), torch.Generator())
     assert inputs[:, 1:].equal(targets[:, :-1])
