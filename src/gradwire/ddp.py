@@ -26,7 +26,7 @@ from gradwire.errors import GradwireError
 
 
 class State(Gradients):
-    """All that the hook remembers. `State(spec, model)` and `hook` are the pair for `register_comm_hook`.
+    """The state of the DDP hook: `State(spec, model)` and `hook` are what `register_comm_hook` takes.
 
     Without the model, parameters are named by the order in which they first appear.
     Recipes that correct momentum need the optimizer, whose momentum they take over.
@@ -65,7 +65,7 @@ class State(Gradients):
             named = [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
             if self.plain:
                 return self._reduce_plainly(bucket, named)
-            # What no rank used DDP does not write back, so that momentum sent for it would be lost, too.
+            # If no rank has used a parameter, DDP does not write its mean back: momentum that was sent would be lost.
             unused = (
                 [name for name, gradient in named if present_tensors.is_zero(gradient)] if self._finds_unused else ()
             )
@@ -88,7 +88,7 @@ class State(Gradients):
     def _reduce_plainly(
         self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket as DDP does without a hook; what is left in error memories goes with it."""
+        """Average a bucket as DDP does without a hook, and send along what is left in the error memories."""
         memories = self.take_memories(name for name, _ in named)
         self._sent_along.update(memories)
         for name, gradient in named:
@@ -108,13 +108,16 @@ class State(Gradients):
         return future
 
     def __reduce__(self) -> Any:
-        """Until it is used, it is as good as its spec: launchers may send it to the processes that they start."""
-        own = self.options
-        if self._names or self._group or own.optimizer or own.grad_scaler:
+        """Pickle a state that was not used yet by its spec and options, as launchers do that start processes with it.
+
+        A state in use is refused: its memories and its process group belong to this process.
+        """
+        options = self.options
+        if self._names or self._group or options.optimizer or options.grad_scaler:
             refuse_pickling("the state of a hook in use")
         remade = functools.partial(
-            State, self._spec, aggregate=own.aggregate, timeout=own.timeout, aggregator=own.aggregator,
-            aggregator_fallback=own.aggregator_fallback,
+            State, self._spec, aggregate=options.aggregate, timeout=options.timeout, aggregator=options.aggregator,
+            aggregator_fallback=options.aggregator_fallback,
         )  # fmt: skip
         return remade, ()
 
@@ -125,18 +128,18 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
 
 
 class _Slot:
-    """DDP takes one hook for life; what the hook does can change."""
+    """Holds the state that a model's hook uses now: DDP takes one hook for life, but the state can be replaced."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.state: State | None = None
 
     def use(self, state: State | None) -> None:
-        """Let the hook do what this state says from now on; None for plain all-reduce."""
+        """Let the hook use this state from now on, or plain all-reduce if it is None."""
         self.state = state
 
     def __reduce__(self) -> Any:
-        """Copies of DDP models have no hooks, so that they have no slot either, and can be attached."""
+        """Become None in a copy: copies of DDP models have no hooks, and can be attached like any other model."""
         return type(None), ()
 
 
@@ -174,13 +177,14 @@ def attach(
     A model that is attached already gets the new recipe in place of the old one, and an empty error memory.
 
     Recipes that mask momentum (sbc, stc, dgc) take over that of the `optimizer`, an SGD, until they are detached.
-    With a `grad_scaler` error memory follows the scale of the loss. `aggregate` is how frames meet: "all_gather",
-    "scatter_reduce", "hierarchical", or "auto" for what is fastest (docs/aggregation.md). A peer that does not answer
-    within `timeout` seconds, by default those of the process group, is an AggregateError.
+    With a `grad_scaler` error memory follows the scale of the loss. `aggregate` says how the mean is made from the
+    frames of all ranks: "all_gather", "scatter_reduce", "hierarchical", or "auto" for what is fastest
+    (docs/aggregation.md). A peer that does not answer within `timeout` seconds (by default, the timeout of the process
+    group) is an AggregateError.
 
-    The recipe `homomorphic` has gradients added up on their way: over the process group, or by the `aggregator` at
-    "host:port" (docs/aggregator.md). With `aggregator_fallback` training goes on over the process group where that does
-    not answer.
+    With the recipe `homomorphic` gradients are added up on their way: over the process group, or by the `aggregator` at
+    "host:port" (docs/aggregator.md). With `aggregator_fallback` training goes on over the process group if the
+    aggregator does not answer.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, DistributedDataParallel):

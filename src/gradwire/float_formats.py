@@ -15,7 +15,9 @@ import numpy as np
 
 from gradwire.errors import SpecError, unknown_name
 
-SPECIALS = ("none", "exponent", "code")  # what of the top is unused: nothing, the exponent, one code
+# Which of the highest codes stand for no number: none, all that have the top exponent, or the topmost code alone. The
+# order is that of the numbers on the wire.
+SPECIALS = ("none", "exponent", "code")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Format:
 
 
 # The order is the number on the wire; e5m2 has the values of fp8 under OCP's name.
+# A format that is added here also needs tables of the GenNorm model: scripts/make_gennorm_tables.py makes them again.
+# Without them `models/gennorm_tables.py`, which expects a table of every preset, fails with a KeyError.
 PRESETS: dict[str, Format] = {}
 PRESETS |= {
     "fp4": Format(1, 2, 1, 1),
@@ -106,9 +110,10 @@ _CUSTOM = re.compile(r"(u?)e(\d)m(\d)b(-?\d{1,2})([fn]?)")
 
 @lru_cache
 def parse_format(text: str) -> Format:
-    """`fp4`, `e4m3`, … or any format as `[u]e<exponent>m<mantissa>b<bias>[f|n]`.
+    """Return the format of a name: a preset such as `fp4`, or any other as `[u]e<exponent>m<mantissa>b<bias>[f|n]`.
 
-    `u`: no sign bit; `f`: every code is finite; `n`: the top code is NaN; else the top exponent is unused.
+    `u` means that there is no sign bit, `f` that every code is finite, and `n` that the top code is NaN. With neither
+    `f` nor `n` the top exponent is unused.
     """
     if text in PRESETS:
         return PRESETS[text]

@@ -24,7 +24,7 @@ DECODERS = {
 }
 SEGMENTED_CODECS = (headers.MINIFLOAT, headers.GRID, headers.LEVELS)
 assert sorted(DECODERS) == list(range(len(DECODERS))), "every codec number on the wire has a decoder"
-DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame is long enough to hold them in earnest
+DEFAULT_LIMIT = 2**28  # elements; decode allows more if the frame has a byte for every ELEMENTS_PER_BYTE of them
 ELEMENTS_PER_BYTE = 4096
 Bytes = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
 
@@ -49,7 +49,7 @@ def decode(
     max_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Return the tensor of a frame, in its shape and dtype; into `out` if given.
+    """Return the tensor of a frame, in its shape and dtype; it is written to `out` if that is given.
 
     `max_elements` limits what an untrusted frame can make us allocate. By default it is 2²⁸, or 4096
     elements for each byte of the frame, whichever is more.
@@ -92,7 +92,7 @@ def open_frame(data: np.ndarray) -> tuple[headers.Header, np.ndarray]:
 
 
 def bound(header: headers.Header, payload: np.ndarray) -> float | None:
-    """Return a magnitude that no entry exceeds, where the frame tells it without being decoded."""
+    """Return a magnitude that no entry exceeds, or None if that takes decoding the symbols."""
     return minifloat.bound(header, payload) if header.codec == headers.MINIFLOAT else None
 
 

@@ -19,8 +19,9 @@ from gradwire.frame import headers
 
 CONVERTIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-# Memory updated in place is left bit for bit as it was by a non-finite gradient up to this size, because such tensors
-# are looked through first. Larger ones are not (it would cost a fifth of the time), and get theirs back to rounding.
+# A gradient that is not finite leaves its error memory as it was. Where memory is updated in place, tensors up to this
+# size are searched for a NaN or an infinity before anything is written, so that the memory keeps its exact bits. For
+# larger tensors that would cost a fifth of the time: their memory is changed and then restored, up to fp32 rounding.
 CHECKED_AHEAD = 2**22
 
 
@@ -63,7 +64,8 @@ class Codec:
     def max_frame_bytes(self, tensor: torch.Tensor) -> int:
         """Return how many bytes `encode_into` may write at most.
 
-        That is the tensor as it is or, segmented, five bytes an entry; a header; and room for wide stores.
+        That is room for the tensor as it is, or for five bytes an entry if it has segments; for a header; and for
+        kernels that store more bytes at once than they need.
         """
         return tensor.numel() * max(5, tensor.dtype.itemsize) + 512 + 10 * tensor.dim()
 
@@ -84,11 +86,11 @@ class Codec:
         seed: int = 0,
         segments: Sequence[int] = (),
     ) -> int:
-        """Write the frame of `tensor + decay·residual` to the front of `out`; returns its length.
+        """Write the frame of `tensor + decay·residual` to the front of `out`, and return its length.
 
-        The error memory (fp32, as large as the tensor) is updated in place, or goes to `residual_out`.
+        The error memory (fp32, as large as the tensor) is updated in place, or the new one goes to `residual_out`.
         A tensor with a NaN or an infinity travels as it is, flagged, and leaves the memory as it was.
-        `segments`: the tensor is several small ones laid end to end, with these lengths.
+        `segments` says that the tensor consists of several small ones, laid end to end, which have these lengths.
         """
         tensor = _checked(tensor)
         segments = _checked_segments(segments, tensor)
@@ -126,7 +128,7 @@ class Codec:
             # Side information alone would take as much: send the few entries as they are.
             length = stored.Stored().encode(conversion, out[headers.header_length(shape, dense) :])
             return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, 0, length)
-        start = headers.header_length(shape, max(1, dense // 16))  # a guess at the length of the length
+        start = headers.header_length(shape, max(1, dense // 16))  # by a guess at the payload's length
         length = self.converter.encode(conversion, out[start:])
         exact = headers.header_length(shape, length)
         if exact != start:
@@ -136,7 +138,7 @@ class Codec:
 
 
 def _on_cpu(conversion: Conversion) -> Conversion:
-    """Return a copy whose tensors are on the CPU; where memory is updated in place, it is in the copy too."""
+    """Return a copy whose tensors are on the CPU; if the memory is updated in place, so is that of the copy."""
     memory = None if conversion.memory is None else conversion.memory.cpu()
     memory_out = None
     if conversion.memory_out is not None:
@@ -151,7 +153,7 @@ def _on_cpu(conversion: Conversion) -> Conversion:
 
 
 def _keep(memory: torch.Tensor | None, memory_out: torch.Tensor | None) -> None:
-    """Nothing was quantized: the memory stays what it was."""
+    """Copy the old memory to the new one, as nothing was quantized."""
     if memory_out is not None:
         memory_out.copy_(memory) if memory is not None else memory_out.zero_()
 
@@ -177,7 +179,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_segments(segments: Sequence[int], tensor: torch.Tensor) -> tuple[int, ...]:
-    """As plain numbers, without empty ones: they have nothing to say."""
+    """Return the lengths of the segments as ints, without segments that have no entries."""
     lengths = [int(n) for n in segments]
     if lengths and (min(lengths) < 0 or sum(lengths) != tensor.numel()):
         raise GradwireError(f"segments must be lengths that add up to the {tensor.numel()} entries of the tensor")

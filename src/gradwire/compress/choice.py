@@ -1,4 +1,4 @@
-"""The cheapest way to code symbols, everything that travels included."""
+"""The choice of the coder, the model and the precision with which symbols and model parameters take the fewest bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.models.symbol_statistics import SymbolStatistics
 
 
 class _Candidate(NamedTuple):
-    bits: float  # of all symbols and of the model's parameters
+    bits: float  # what all symbols and the model's parameters take
     model: ProbabilityModel
     precision: int
     frequencies: np.ndarray
@@ -52,7 +52,7 @@ def choose(
 def _candidates(
     statistics: SymbolStatistics, coder: EntropyCoder, allowed_models: Iterable[ProbabilityModel]
 ) -> list[_Candidate]:
-    """Each model at each precision, the fastest precision first."""
+    """Return what each model costs at each precision, the fastest precision first."""
     alphabet, counts, total = statistics.alphabet, statistics.counts, statistics.total
     usable = [model for model in allowed_models if model.supports(alphabet)]
     used = counts > 0

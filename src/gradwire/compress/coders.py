@@ -1,4 +1,7 @@
-"""Every coder there is. Adding one takes a file with a `Coder` and one line here; the coding byte has room for four."""
+"""The list of all coders. The coding byte has room for four, and there are four.
+
+Each is a file with a `Coder` (coding.py) and an entry here; a fifth would need a new version of the wire format.
+"""
 
 from __future__ import annotations
 

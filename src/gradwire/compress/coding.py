@@ -1,4 +1,4 @@
-"""A coder spends the bits, a coding says how: which coder, which model, and the frequencies that the model gave."""
+"""`Coder`, which turns symbols into bytes, and `Coding`, which says how: the coder, the model and its frequencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Coder(ABC):
 
     name: str
     wire_number: int  # two bits of the coding byte (docs/wire-format.md)
-    fixed_bits = 0  # the least that the coder writes beside the symbols
+    fixed_bits = 0  # the least number of bits that the coder writes beside the codes of symbols
 
     @abstractmethod
     def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes:
@@ -37,20 +37,20 @@ class EntropyCoder(Coder):
 
     @abstractmethod
     def symbol_bits(self, frequencies: np.ndarray, precision: int) -> np.ndarray:
-        """Return what each symbol costs; it is infinite for symbols that have no code."""
+        """Return how many bits each symbol takes; it is infinite for symbols that have no code."""
 
     def check(self, frequencies: np.ndarray) -> None:
-        """Raise FrameError if these frequencies, which a frame states, cannot be coded with."""
+        """Raise FrameError if no encoder can have used these frequencies, which a frame states."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How symbols are coded: what the first bytes of the coded symbols say."""
+    """How symbols are coded, as their first bytes say it. `choose` makes a coding, `read_head` reads one."""
 
     coder: Coder
     model: ProbabilityModel | None = None
     precision: int = 0
-    parameters: bytes = b""  # of the model, or of a coder that has none; empty in a coding that was read
+    parameters: bytes = b""  # of the model, or the symbol of a constant; empty in a coding that was read
     frequencies: np.ndarray | None = None
     expected_bits: float = 0.0
 

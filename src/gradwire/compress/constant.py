@@ -11,7 +11,7 @@ from gradwire.models.symbol_statistics import AnyAlphabet
 
 
 def read_constant(reader: Reader, alphabet: AnyAlphabet) -> int:
-    """Return the symbol that all entries have; FrameError if it is none, or if anything follows it."""
+    """Read the symbol that all entries have; FrameError if it is not in the alphabet, or if anything follows it."""
     symbol = reader.byte()
     if symbol >= alphabet.symbols or reader.rest():
         raise FrameError("invalid constant")

@@ -2,6 +2,9 @@
 
 Positions at random with density p have geometric gaps, for which b* = 1 + ⌊log2(ln(φ−1)/ln(1−p))⌋ is best,
 φ the golden ratio; expected bits per position are then b* + 1/(1−(1−p)^(2^b*)).
+
+This is the rule for positions of sparse frames. The outliers of ECQ choose the parameters of their codes by rules of
+their own (convert/outliers.py).
 """
 
 from __future__ import annotations
@@ -24,16 +27,16 @@ def best_for(p: float) -> int:
 
 
 def expected_bits(p: float) -> float:
-    """Return the bits per position at random positions with density p, with b*: the figure of the paper."""
+    """Return the paper's figure: the expected bits of a position, with b*, if positions are random with density p."""
     b = best_for(p)
     return float(b + 1 / (1 - (1 - p) ** 2**b))
 
 
 def choose(gaps: np.ndarray, elements: int) -> tuple[int, int]:
-    """Return the b that is shortest on these gaps (the smallest of equals), and how many bits it takes.
+    """Return the b with which the codes of these gaps are shortest (the smallest of equals), and their bits.
 
-    The length is convex in b (one more bit of remainder saves Σ⌈⌊gap/2ᵇ⌋/2⌉ of the quotients, ever less), so walking
-    downhill from b* finds the best of all.
+    From b to b + 1, each gap gets one more bit of remainder, and the quotients q = ⌊gap/2ᵇ⌋ take Σ⌈q/2⌉ bits less. This
+    saving shrinks as b grows, so that the length is convex in b, and walking downhill from b* leads to the least.
     """
     b = best_for(len(gaps) / elements)
     bits = kernels.golomb_bits(gaps, b)

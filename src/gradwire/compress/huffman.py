@@ -18,9 +18,11 @@ LIMIT = 15  # bits
 
 @lru_cache(maxsize=256)
 def _lengths(frequencies: tuple[int, ...]) -> tuple[int, ...]:
-    """Package-merge: with a limit of L bits, L times pair the cheapest packages and merge them with the leaves.
+    """Return the length of each symbol's code, by package-merge.
 
-    Each time a leaf is in one of the 2(n−1) cheapest packages of the last round, its code grows by a bit.
+    A leaf is a symbol with its frequency. In each of LIMIT rounds, the packages of the round before and all leaves are
+    sorted by weight and joined in pairs, which are the packages of this round. A symbol's code has one bit for every
+    time that its leaf is in one of the n−1 lightest packages of the last round, for n leaves.
     """
     leaves = sorted((f, (s,)) for s, f in enumerate(frequencies) if f)
     packages: list[tuple[int, tuple[int, ...]]] = []

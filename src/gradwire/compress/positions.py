@@ -1,8 +1,9 @@
 """Positions of the entries that are sent: ascending numbers below the size of the tensor, coded by their gaps.
 
-Golomb–Rice codes them as if each entry had been drawn with the same probability. Real ones come in clusters (the
-rows of an embedding that occurred), and then it is shorter to count how often each size of gap occurs: a gap is its
-class (2ᵐ classes an octave), entropy-coded, and the low bits that the class leaves open, as they are.
+There are two codes. Golomb–Rice suits entries that were selected with the same probability each. In practice
+positions come in clusters (such as the rows of an embedding that a batch has used), and then classes are shorter: the
+class of a gap says about how large it is (there are 2ᵐ classes an octave) and is entropy-coded, and the low bits, which
+the class leaves open, follow as they are.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from gradwire.models.symbol_statistics import Alphabet, SymbolStatistics
 
 GOLOMB, CLASSES = 0, 1
 WAYS = ("auto", "golomb", "rans")
-FINEST = 2  # m: classes an octave, as a power of two
-MANY = 1 << 16  # gaps, from where on part of them is looked at first
-CLEARLY = 0.995  # classes have to save this much to be worth their time
+FINEST = 2  # the largest m: 2ᵐ classes an octave
+MANY = 1 << 16  # from this number of gaps on, a part of them decides whether classes are tried at all
+CLEARLY = 0.995  # classes are worth their time if they take less than this part of the bits of Golomb–Rice
 
 
 def encode(positions: np.ndarray, elements: int, way: str = "auto") -> tuple[int, bytes]:
@@ -86,12 +87,12 @@ def _low_bits(classes: np.ndarray, m: int) -> np.ndarray:
 
 
 def _open_bits(counts: np.ndarray, m: int) -> int:
-    """Low bits of all gaps together, given how many each class has."""
+    """Return how many low bits all gaps leave open together, given the number of gaps in each class."""
     return int(counts @ _low_bits(np.arange(len(counts)), m))
 
 
 def _merge(counts: np.ndarray, m: int) -> np.ndarray:
-    """Counts of the finest classes, as those of coarser ones."""
+    """Turn the counts of the finest classes into those of the coarser classes at m."""
     merged = np.zeros(256, dtype=np.int64)
     np.add.at(merged, _coarser(m), counts)
     return merged
@@ -99,7 +100,7 @@ def _merge(counts: np.ndarray, m: int) -> np.ndarray:
 
 @lru_cache
 def _coarser(m: int) -> np.ndarray:
-    """The class, at m, of the smallest gap in each of the finest classes."""
+    """Return the class at m that each of the finest classes belongs to, by the smallest gap in it."""
     classes = np.arange(256)
     low = _low_bits(classes, FINEST)
     smallest = np.where(low > 0, classes & (1 << FINEST) - 1 | 1 << FINEST, classes) << np.minimum(low, 47)
@@ -107,7 +108,7 @@ def _coarser(m: int) -> np.ndarray:
 
 
 def _least_bits(counts: np.ndarray) -> float:
-    """Return a bound that `choose` cannot come below, far quicker: raw codes, or the entropy and the table."""
+    """Return a lower bound of the bits that `choose` would find, which takes far less time than to call it."""
     total, used = int(counts.sum()), counts[counts > 0]
     if len(used) == 1:
         return 0.0

@@ -19,9 +19,9 @@ from gradwire.models.symbol_statistics import AnyAlphabet
 
 MAX_LANE_BITS = 6
 BITS_PER_LANE = 1 << 13  # of coded data: two bytes a lane are then at most 0.2%
-VECTOR = 16  # lanes: from here on they are coded side by side
+VECTOR = 16  # from this number on, lanes are coded side by side in vector registers
 SEVERAL = 128  # in the first byte: there is more than one chunk
-SMALLEST_RANS = 32  # bits beside those of the symbols: the layout and one state
+SMALLEST_RANS = 32  # bits: a byte for the layout and three for the state of one lane, beside the symbols
 BITS_PER_CHUNK = BITS_PER_LANE << MAX_LANE_BITS
 
 
@@ -66,7 +66,7 @@ def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]
 def encode(
     symbols: np.ndarray, frequencies: np.ndarray, precision: int, expected_bits: float, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the coded symbols, which lie in `out` if it is given; it needs `room` bytes."""
+    """Return the coded symbols. If `out` is given they are written to it; it must have `room` bytes."""
     lane_bits, chunks = layout(len(symbols), expected_bits)
     size = kernels.chunk_size(len(symbols), chunks)
     if out is None:

@@ -1,4 +1,4 @@
-"""What every converter is, and what it is given: one tensor on its way into a frame."""
+"""`Converter`, which every lossy method is, and `Conversion`, which it is given: one tensor on its way into a frame."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ class Converter(ABC):
     """A lossy method: it turns a tensor into payload bytes, and the error memory into what the payload leaves out.
 
     A converter has parameters but no state, so that any number of threads may share it. It knows neither frames nor
-    devices: the tensors of a conversion are where its `families` of kernels run, or on the CPU.
+    devices: `Codec.encode_into` hands it tensors that are all on one device, where its kernels can work.
     """
 
-    wire_id: int  # of the function that decodes the payload
-    stochastic = False  # frames depend on the seed
-    families: tuple[
-        str, ...
-    ]  # of the kernels that its tensors go to: where they run, it takes them (kernels/dispatch.py)
-    elementwise = False  # every entry is coded for itself, whatever the others are
-    lists_segments = False  # the payload tells the segments apart; otherwise they are coded as one tensor
-    selects = False  # a few entries of the whole tensor are sent, so that it had better not be cut
-    sums = False  # what workers send can be added up on its way (aggregate/sums/sum_exchange.py)
-    stores_tiny = False  # has more side information than a tensor of 32 bytes is worth
+    wire_id: int  # the codec number of the frame, which names the function that decodes the payload
+    stochastic = False  # whether frames depend on the seed
+    # The families of kernels that `encode` calls with its tensors. They decide where a tensor is converted: on its own
+    # device if all of them can work there, otherwise in a copy on the CPU (`takes` in kernels/dispatch.py).
+    families: tuple[str, ...]
+    elementwise = False  # whether every entry is coded without regard to the others
+    lists_segments = False  # whether the payload tells the segments apart; otherwise they are coded as one tensor
+    selects = False  # whether a few entries of the whole tensor are sent, so that it had better not be cut
+    sums = False  # whether what workers send can be added up on its way (aggregate/sums/sum_exchange.py)
+    stores_tiny = False  # whether tensors of up to 32 bytes are stored, since side information would take as much
 
     @abstractmethod
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
-        """Write the payload to the front of `out` and e ← u − decoded to conversion.memory_out; returns its length.
+        """Write the payload to the front of `out` and e ← u − decoded to conversion.memory_out; return its length.
 
-        Raises NonFinite, before any memory is changed, where the gradient holds a NaN or an infinity.
+        If the gradient holds a NaN or an infinity, NonFinite is raised, and the memory is what it was before (up to
+        fp32 rounding, if it is updated in place).
         """
 
 
@@ -69,7 +70,7 @@ class Conversion:
 
     @property
     def in_place(self) -> bool:
-        """Whether updating the memory overwrites what it was."""
+        """Whether the new memory is written over the old one."""
         return (
             self.memory is not None
             and self.memory_out is not None
@@ -108,12 +109,12 @@ def require_finite(u: torch.Tensor) -> None:
 
 
 def in_host_memory(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor as an array, as the coders take symbols: the same memory, or a copy where it is elsewhere."""
+    """Return the tensor as an array for the coders: a view of the same memory, or a copy if it is on another device."""
     return tensor.cpu().numpy()
 
 
 def limit_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp32 numbers in another dtype, those beyond its finite range as its largest number."""
+    """Convert fp32 numbers to another dtype; those beyond its finite range become ± its largest number."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return x.clamp(-limit, limit).to(dtype)
 

@@ -2,9 +2,9 @@
 
 With an ideal coder behind it the best scalar quantizer at moderate rates is close to an evenly spaced grid with a
 wider cell around zero and values at the means of its cells (Gish and Pierce 1968, Sullivan 1996). So
-ĝ = sign(u)·(j + d_j)·step with j = ⌊|u|/step + w⌋: the step is what meets the target, a rate or a squared error, w and
-the offsets d are what serves it best (grid_search.py). Multiples beyond the symbols' range are listed apart, so that
-few symbols, which are fast, do for heavy tails too.
+ĝ = sign(u)·(j + d_j)·step with j = ⌊|u|/step + w⌋. The step is chosen to meet the target, a rate or a squared error,
+and w and the offsets d to meet it best (grid_search.py). Multiples beyond the symbols' range are listed apart, as
+outliers: so a few symbols, which are fast to code, are enough for heavy tails too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Points:
     dtype: torch.dtype
 
     def of(self, multiples: torch.Tensor, steps: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 values, rounded to the tensor's dtype; `steps` are those of the entries, where they differ."""
+        """Return fp32 values, rounded to the tensor's dtype; `steps` has the step of each entry where they differ."""
         magnitude = multiples.abs().float()
         if self.offsets:
             offsets = torch.tensor(self.offsets, dtype=torch.float32, device=multiples.device) / 256
@@ -67,7 +67,7 @@ class Ecq(Converter):
         self.target = Target(rate, nmse, self.stochastic)
 
     def _whole_range(self, u: torch.Tensor, grid: MeasuredGrid, segmented: bool) -> MeasuredGrid:
-        """Nothing saturates in a stochastic grid: the step grows until all outliers have a place."""
+        """Return the grid with a step so large that all outliers have room: a stochastic grid must not saturate."""
         step, room = grid.step, kernels.grid_capacity(u.numel(), segmented)
         while kernels.absmax(u) / step >= kernels.GRID_LIMIT or int((u.abs() >= grid.largest * step).sum()) > room:
             step *= 2
@@ -108,7 +108,7 @@ class Ecq(Converter):
         return symbols, _correct(conversion, points, outliers)
 
     def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
-        """Several small tensors, each with its own step: the same grid in units of their root mean squares."""
+        """Encode several small tensors, each with its own step: on one grid, in units of their root mean squares."""
         conversion.require_finite()  # all of it, before the memory of the first segment changes
         u = conversion.compensated()
         scales = [float(part.double().square().mean().sqrt()) for part in u.split(conversion.segments)]
@@ -153,7 +153,7 @@ def _all_zero(conversion: Conversion, out: torch.Tensor) -> int:
 
 
 def _correct(conversion: Conversion, points: Points, outliers: tuple[torch.Tensor, torch.Tensor]) -> Outliers:
-    """e ← u − ĝ of the outliers, which the kernels leave at u."""
+    """Subtract ĝ from the error memory of the outliers, which the kernels leave at u, and return the list of them."""
     positions, multiples = outliers
     if conversion.memory_out is not None and len(positions):
         kernels.add_at(conversion.memory_out, positions, -points.of(multiples))
@@ -177,7 +177,7 @@ def _finish(
 
 
 def _covers(coding: compress.Coding) -> bool:
-    """Whether every symbol has a code: the search, which rounds in another order, may have missed a single one."""
+    """Tell whether every symbol has a code. The search, which rounds in another order, may have missed a symbol."""
     return coding.coder == compress.RANS and bool(coding.table.all())
 
 
@@ -186,14 +186,18 @@ def _misled(coding: compress.Coding, length: int) -> bool:
 
 
 def _encode_fused(conversion: Conversion, out: torch.Tensor, side: bytes, fitted: GridFit, points: Points) -> int:
-    """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot, or nothing was done."""
+    """Encode in one pass: error feedback, conversion and coding. This is the hot path.
+
+    The result is the length of the payload, or 0 if there is no kernel for it, or g + decay·e overflows: then the
+    memory is as it was, up to rounding, and the caller encodes in two passes.
+    """
     grid, coding = fitted.grid, fitted.coding
     lane_bits, chunks = rans.layout(conversion.count, coding.expected_bits)
     layout = len(rans.head(lane_bits, [0] * chunks))
     guess = len(varint(int(fitted.outlier_bits / 8)))
     start = len(side) + guess + len(coding.head) + layout
     values = table(points, grid.largest)
-    # Rounding to another dtype is not the kernels' business.
+    # The kernels update the memory of outliers only for fp32 tensors: they do not round to another dtype.
     offset = grid.offsets[-1] / 256 if conversion.dtype == torch.float32 and grid.largest >= len(grid.offsets) else None
     coded = kernels.grid_rans(
         conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, grid.step, grid.shift, values,
@@ -292,7 +296,7 @@ def _decode_symbols(
     header: Header, reader: Reader, alphabet: compress.Alphabet, points: Points, steps: _Steps | None,
     out: torch.Tensor, weight: float, accumulate: bool,
 ) -> None:  # fmt: skip
-    """Everything but the outliers, where it writes or adds zero."""
+    """Decode all entries but the outliers, for which zero is written or added."""
     count, coding = header.elements, compress.read_head(reader, alphabet)
     if steps is not None:
         multiples = torch.from_numpy(compress.decode(reader, alphabet, count, coding)).int() - alphabet.zero_symbol

@@ -1,4 +1,4 @@
-"""From a sample to everything an encoder of grids needs: the grid, the number of its symbols, and their code."""
+"""`Target`: from a sample to all that ECQ's encoder needs, which is the grid, its largest symbol, and their coding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from gradwire.models import histogram
 from gradwire.models.integer_frequencies import bits_per_symbol, normalize
 
 SEARCHED = 1 << 14  # entries of a sample on which the step for a rate is searched
-PART, WHOLE = 0.005, 0.012  # of the rate: what is off by more is corrected, after part of a sample or all of it
+# A grid that misses the rate by more than this part of it is corrected: PART if it was searched on a part of the
+# sample, WHOLE if on all of it.
+PART, WHOLE = 0.005, 0.012
 SIDE = 20  # bytes: a first guess at side information and frequencies
 FIXED = 9  # bytes of side information that do not depend on the symbols
-LEAST_SHARE = 0.75  # of the bits of a small tensor that symbols get, however long the side information is
-FEWEST = 3  # smallest of the largest magnitudes
+LEAST_SHARE = 0.75  # symbols get this share of the bits of a small tensor, however long the side information is
+FEWEST = 3  # the smallest `largest` that is tried: symbols for the multiples −3 … 3
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Target:
     stochastic: bool = False
 
     def fit(self, sample: torch.Tensor, count: int, zeros: int = 0) -> GridFit | None:
-        """Return what meets the target on the sample and `zeros` beside it; None if there is nothing but zeros."""
+        """Return the fit for the sample and further entries, `zeros` of them, that are zero; None if all are zero."""
         if not sample.numel():
             return None
-        # Part of a sample is enough to search on for a rate, which all of it then corrects.
+        # A rate is searched for on a part of the sample, and then corrected by the whole sample.
         in_parts = not (self.stochastic or zeros or self.rate is None) and len(sample) > SEARCHED
         part = sample[:: -(-len(sample) // SEARCHED)] if in_parts else sample
         curve = Curve(in_host_memory(part), zeros, self.stochastic)
@@ -64,23 +66,21 @@ class Target:
         wanted = max(budget - 8 * SIDE, LEAST_SHARE * budget)
         fitted = _coded(curve, curve.find(bits=wanted / scale), count, whole)
         missing = budget - fitted.bits
-        if (
-            abs(missing) > (PART if in_parts else WHOLE) * budget and fitted.grid.bits > 0.9 * wanted / scale
-        ):  # as far as the rate is in reach
+        in_reach = fitted.grid.bits > 0.9 * wanted / scale
+        if abs(missing) > (PART if in_parts else WHOLE) * budget and in_reach:
             wanted = max(wanted + missing, LEAST_SHARE * budget)
             grid = curve.find(bits=wanted / scale, near=fitted.grid)
             fitted = _coded(curve, grid, count, whole, fitted.grid.largest)
         return fitted
 
     def fit_tensor(self, conversion: Conversion) -> GridFit | None:
-        """Return what meets the target on a whole tensor, by a sample of it; None if there is nothing but zeros."""
+        """Return the fit for a whole tensor, by a sample of its entries; None if all of them are zero."""
         sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
         if sample.numel() == conversion.count or np.count_nonzero(in_host_memory(sample)) * 64 > sample.numel():
             return self.fit(sample, conversion.count)
         conversion.require_finite()
-        u = (
-            conversion.compensated()
-        )  # nearly all of the sample is zero: the few entries that are not deserve a full look
+        # Nearly all of the sample is zero: the sample is taken from the entries of the tensor that are not.
+        u = conversion.compensated()
         entries = u[u != 0]
         looked_at = entries[:: -(-entries.numel() // kernels.SAMPLE) or 1].contiguous()
         share = looked_at.numel() / max(1, entries.numel())
@@ -96,9 +96,9 @@ def choose(largest: int, counts: np.ndarray, count: int) -> compress.Coding:
 def _coded(
     curve: Curve, grid: MeasuredGrid, count: int, whole: torch.Tensor | None = None, largest: int | None = None
 ) -> GridFit:
-    """How the symbols of a grid are coded; `whole` is the sample of which the curve has seen a part.
+    """Return the grid with the best number of symbols, and their coding; the curve has seen a part of `whole`.
 
-    Fewer symbols leave more outliers, but tables of 8 bits, which are fast, lose less with them, and are shorter.
+    Fewer symbols leave more outliers, but with them tables of 8 bits, which are fast, are shorter and lose less.
     """
     counts = curve.counts(grid) if whole is None else _counts(whole, grid)
     sizes = [grid.largest]
@@ -110,10 +110,11 @@ def _coded(
     outliers = curve.outliers(grid)
     for size in sizes:
         number, bits = outliers(size)
-        if cost and number > kernels.grid_capacity(curve.count):  # of the first size the encoder takes care
+        if cost and number > kernels.grid_capacity(curve.count):  # the encoder itself limits those of the first size
             break
         apart[size] = bits * scale
-        cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)  # a list takes time
+        # Outliers cost a bit each beside their own bits, for the time that they take.
+        cost[size] = apart[size] + number * scale + _coarse_bits(_fold(counts, size), count)
         if cost[size] > min(cost.values()):
             break
     fits = []
@@ -131,7 +132,7 @@ def _counts(sample: torch.Tensor, grid: MeasuredGrid) -> np.ndarray:
 
 
 def _fold(counts: np.ndarray, largest: int) -> np.ndarray:
-    """Those of fewer symbols: the others become outliers, whose symbol is that of zero."""
+    """Return the counts for fewer symbols: entries beyond these become outliers, whose symbol is that of zero."""
     middle = len(counts) // 2
     folded = counts[middle - largest : middle + largest + 1].copy()
     folded[largest] += counts.sum() - folded.sum()
@@ -139,7 +140,7 @@ def _fold(counts: np.ndarray, largest: int) -> np.ndarray:
 
 
 def _coarse_bits(counts: np.ndarray, count: int) -> float:
-    """What `count` such symbols take with a table of 8 bits, the table included."""
+    """Return the bits of `count` symbols with this distribution and of their table, if the table has 8 bits."""
     if len(counts) > compress.SMALL_ALPHABET:
         return 0.0
     smooth = 2 * counts + 1

@@ -1,8 +1,8 @@
-"""Which grid? What any step comes to on a sample, and the step that meets a target.
+"""The search for ECQ's grid: the rate and the error of any grid on a sample, and the grid that meets a target.
 
-The sample is sorted once, with running sums of x and x²: the count, the mean and the squared error of every cell
-of any grid are then differences of a few of them. For a target rate the least squared error counts, for a target
-error the least rate; the cell of zero is wider than the others by as much as serves that best.
+The sample is sorted once, with running sums of x and x². The count, the mean and the squared error of every cell of
+any grid are then differences of a few of these sums. If the target is a rate, the search looks for the least squared
+error; if it is an error, for the least rate. The cell of zero is wider than the others by as much as is best for that.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 from gradwire import kernels
 from gradwire.convert.minifloat import LARGEST_STEP, SMALLEST_STEP, round_step
 
-SHIFTS = tuple(s / 16 for s in range(8, 1, -1))  # ½ is rounding to nearest; the less, the wider is the cell of zero
+SHIFTS = tuple(s / 16 for s in range(8, 1, -1))  # ½ rounds to nearest; a smaller one makes the cell of zero wider
 FIRST = 2  # the shift with which the search begins: 6/16
 EXACT = 1e-12  # relative squared error below which there is nothing left to gain
-CLOSE = 0.002  # to the target is good enough
+CLOSE = 0.002  # a grid that misses the target by no more than this part of it is good enough
 
 
 @dataclass(frozen=True)
 class MeasuredGrid:
-    """A choice of step, and what it comes to on the sample."""
+    """A grid (step, shift, largest symbol, offsets) with its rate and its squared error on the sample."""
 
     step: float
     shift: float
-    bits: float  # of the symbols with an ideal code, and of the outliers
+    bits: float  # what the symbols take with an ideal code, and the outliers
     outlier_bits: float
     error: float  # Σ(x − x̂)²
-    largest: int  # magnitude of a symbol
-    offsets: tuple[int, ...]  # in 1/256
+    largest: int  # the largest multiple of the step that has a symbol
+    offsets: tuple[int, ...]  # of the values from the multiples, in 1/256 of a step
 
 
 class Curve:
@@ -55,7 +55,7 @@ class Curve:
         return None if measured is None else MeasuredGrid(step, shift, *measured)
 
     def counts(self, grid: MeasuredGrid) -> np.ndarray:
-        """Return how often each symbol comes; outliers count as zeros."""
+        """Return how often each symbol occurs; outliers count as zeros."""
         if self.stochastic:
             positive, negative, _, _ = self._expected(grid.step)
         else:
@@ -81,7 +81,10 @@ class Curve:
         return beyond
 
     def _expected(self, step: float) -> tuple[np.ndarray, np.ndarray, int, float]:
-        """With stochastic rounding: expected counts of the magnitudes 1, 2, … of both signs, and beyond; the error."""
+        """Return what to expect of stochastic rounding.
+
+        That is the counts of the multiples 1, 2, … and −1, −2, …, the number of entries beyond, and the squared error.
+        """
         middle, counts, ends, error = [int(np.searchsorted(self.x, 0.0))], [], float(len(self.x)), 0.0
         for sign, edges in zip((1, -1), kernels.grid_edges(self.x, step, 0.0), strict=True):
             cuts = np.concatenate([middle, edges])
@@ -113,14 +116,13 @@ class Curve:
     def find(
         self, bits: float | None = None, error: float | None = None, near: MeasuredGrid | None = None
     ) -> MeasuredGrid:
-        """The grid with the least error at this many bits for the sample, or with the least bits at this error.
+        """Return the grid with the least error at this many bits for the sample, or with the fewest bits at this error.
 
-        `near`: one that is nearly right, and whose dead zone will do.
+        `near` is a grid that nearly meets the target: its shift is kept, and a step is searched close to its own.
         """
 
-        def over(
-            grid: MeasuredGrid | None,
-        ) -> float:  # log₂ of how far the step is too small (or too large, if negative)
+        def over(grid: MeasuredGrid | None) -> float:
+            """Return about log₂ of the factor by which the step is too small; negative if it is too large."""
             if grid is None:
                 return math.inf
             if bits is not None:
@@ -151,14 +153,17 @@ class Curve:
         return best
 
     def _better(self, a: MeasuredGrid, b: MeasuredGrid) -> bool:
-        """Both are close to the target, not on it; one bit an entry is about a factor of four in the error."""
+        """Tell whether `a` is better than `b`.
+
+        Both are close to the target, but not on it: so the error counts too, at one bit an entry for a factor of four.
+        """
         gain = math.log2(max(b.error, 1e-300) / max(a.error, 1e-300)) / 2 * self.count
         return gain + b.bits - a.bits > 0
 
     def _solve(
         self, shift: float, over: Callable[[MeasuredGrid | None], float], close: float, near: float, stride: float
     ) -> MeasuredGrid:
-        """The step at which the target is met: a bracket around `near`, then regula falsi on log₂ of the step."""
+        """Return the grid that meets the target, by a bracket around `near` and regula falsi on log₂ of the step."""
         high = math.log2(min(max(near, SMALLEST_STEP), LARGEST_STEP))
         up = down = stride
         grid = self._at(high, shift)

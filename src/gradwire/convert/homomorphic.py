@@ -1,7 +1,7 @@
 """One worker's part of a homomorphic sum as a frame: integers on a grid, a sketch of them, an index.
 
-After "lossless homomorphic compression" (arXiv 2402.07529); docs/homomorphic.md has the code, and what differs. Sums of
-many workers are the business of aggregate/; a frame is what remains where there is nothing to add it to.
+After "lossless homomorphic compression" (arXiv 2402.07529); docs/homomorphic.md has the code, and what differs. The
+sums of many workers are made in aggregate/sums/; a frame holds the part of one worker, where nothing is added to it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gradwire.homomorphic import code
 from gradwire.homomorphic.grid import BITS, Grid, by_largest, by_rms, exponent_of
 from gradwire.homomorphic.plan import INDEXES, LANES, MOST_CELLS, MOST_WORDS, Plan, choose
 
-WHOLE = 4096  # entries: of smaller tensors, all are sent
-TRIES = 8  # of other seeds, before the sketch grows
+WHOLE = 4096  # tensors with fewer entries are sent whole
+TRIES = 8  # so many seeds are tried before the sketch grows
 
 
 class Homomorphic(Converter):
@@ -49,9 +49,8 @@ class Homomorphic(Converter):
         conversion.require_finite()
         u = conversion.compensated()
         require_finite(u)  # a memory that is not would spoil the frame
-        if (
-            self.p is None or conversion.count < WHOLE
-        ):  # an entry whose gradient is zero is not sent, and its memory waits
+        if self.p is None or conversion.count < WHOLE:
+            # An entry whose gradient is zero is not sent, and its memory waits.
             chosen = torch.nonzero(conversion.gradient).flatten()
         else:
             chosen = kernels.select(u, None, None, 1.0, TopK(self.p).count(conversion.count))[1]
@@ -81,7 +80,7 @@ class Homomorphic(Converter):
 
 
 def _write(positions: torch.Tensor, words: torch.Tensor, count: int, grid: Grid) -> bytes:
-    """The payload, in a sketch that this encoder has seen peel."""
+    """Return the payload. Other seeds, and then more cells, are tried until the sketch can be peeled."""
     union, seed = code.blocks(positions, count), 0
     while True:
         plan = choose(count, union, seed)
@@ -142,7 +141,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         raise FrameError("wrong length of index and sketch")
     words = torch.from_numpy(np.frombuffer(body, dtype="<i4").astype(np.int32))
     index, sketch = words[: plan.index_words], words[plan.index_words :]
-    # As many blocks as there are cells at most can be peeled: so a short frame does not ask for much memory.
+    # No more blocks than there are cells can be peeled. This check keeps a short frame from taking much memory.
     if plan.index != "dense" and kernels.count_bits(code.candidates(plan, index)) >= plan.cells + 32:
         raise FrameError("a sketch that cannot be peeled: its index has more blocks than there are cells")
     decoded = code.decode(plan, index, sketch)

@@ -1,4 +1,4 @@
-"""The numbers that describe levels: rounded to their precision, outwards where no entry may lie outside, and packed."""
+"""The numbers that describe the levels of buckets: how they are rounded to their precision, packed and read."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # in the order of the wire
-LARGEST = 2.0**126  # magnitude: differences of two levels are then finite
+LARGEST = 2.0**126  # the largest magnitude of a level, so that the difference of two levels is finite
 
 
 def round_to(numbers: np.ndarray, precision: torch.dtype) -> np.ndarray:
-    """To nearest, as fp32."""
+    """Round numbers to the nearest of this precision; the result is fp32."""
     return limit_to(torch.from_numpy(numbers), precision).float().numpy() + np.float32(0)  # no −0
 
 
 def round_outward(numbers: np.ndarray, precision: torch.dtype, direction: int) -> np.ndarray:
-    """The nearest numbers of this precision that are not above (direction −1) or not below (1) the given ones."""
+    """Round numbers to this precision, down if the direction is −1 and up if it is 1; the result is fp32."""
     if precision in (torch.float32, torch.float64):
         return numbers
     x = direction * torch.from_numpy(numbers)  # now always upwards
     y = limit_to(x, precision)
     bits = y.view(torch.int16)
-    # The next number up is the next pattern, for negative ones the one before; −0 is followed by the smallest.
+    # The next larger number has the next bit pattern, or the one before if it is negative; after 0 and −0 comes the
+    # smallest positive number, whose pattern is 1.
     up = torch.where(y > 0, bits + 1, torch.where(y < 0, bits - 1, torch.ones_like(bits))).view(precision)
     up = torch.where(torch.isfinite(up), up, y)
     return (direction * torch.where(y.float() < x, up, y).float()).numpy() + np.float32(0)
 
 
 def sent(sizes: np.ndarray, width: int) -> np.ndarray:
-    """How many of its numbers each bucket sends: no more than it has entries, but two, to have them between."""
+    """Return how many of its numbers each bucket sends: as many as it has entries, but at least two and at most all."""
     return np.asarray(np.minimum(np.maximum(sizes, 2), width))
 
 
 def pack_numbers(numbers: np.ndarray, sizes: np.ndarray, precision: torch.dtype) -> bytes:
-    """Row by row, without those that only repeat the last of a small bucket."""
+    """Return the bytes of all numbers, bucket by bucket, without those that only repeat the last of a small bucket."""
     width = numbers.shape[1]
     used = sent(sizes, width)
     if used.min() < width:
@@ -46,7 +47,7 @@ def pack_numbers(numbers: np.ndarray, sizes: np.ndarray, precision: torch.dtype)
 
 
 def read_numbers(reader: Reader, sizes: np.ndarray, width: int, precision: torch.dtype) -> np.ndarray:
-    """fp32, one row for each bucket."""
+    """Read the numbers of all buckets and return them as fp32, one row for each bucket."""
     used = sent(sizes, width)
     raw = bytearray(reader.take(int(used.sum()) * precision.itemsize))
     numbers = torch.frombuffer(raw, dtype=precision).float().numpy()

@@ -1,4 +1,4 @@
-"""What several methods ask of a bucket."""
+"""Statistics of the buckets of a tensor, which several methods derive their levels from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from gradwire.convert.level_numbers import LARGEST
 
 
 def stats(conversion: Conversion, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Of every bucket of u: min, max, its mean magnitude, root mean square and standard deviation σ; fp64."""
+    """Return statistics of u = g + decay·e by name, each with one fp64 number for every bucket.
+
+    "min" and "max" are the least and the greatest entry, "magnitude" is the mean of |u|, "square" the mean of u²,
+    "norm" the Euclidean norm (the root of the sum of squares), and "sigma" the standard deviation.
+    """
     low, high, magnitudes, total, squares = kernels.bucket_stats(
         conversion.gradient, conversion.memory, conversion.decay, starts
     ).T
@@ -24,12 +28,12 @@ def stats(conversion: Conversion, starts: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def clip_limits(conversion: Conversion, starts: np.ndarray, clip: float) -> np.ndarray | None:
-    """clip·σ of every bucket, fp32; None where nothing is clipped (clip = 0)."""
+    """Return clip·σ of every bucket as fp32, or None if nothing is to be clipped (clip = 0)."""
     return at_least(clip * stats(conversion, starts)["sigma"]) if clip else None
 
 
 def at_least(numbers: np.ndarray) -> np.ndarray:
-    """fp64 numbers from above, as fp32: a level that encloses an entry may not be rounded below it."""
+    """Round fp64 numbers up to fp32: a level that is to enclose an entry must not be rounded to less than it."""
     numbers = np.minimum(numbers, LARGEST)
     rounded = numbers.astype(np.float32)
     return np.where(rounded < numbers, np.nextafter(rounded, np.float32(np.inf)), rounded)

@@ -1,7 +1,8 @@
 """Quantizers with a few levels in each bucket of entries: the payload they share (docs/wire-format.md, codec 4).
 
-A method is a subclass with a `fit`: the numbers that describe each bucket's levels. Everything else is here: buckets
-that restart at every segment, numbers rounded to their precision, entries assigned to levels, symbols coded.
+A method is a subclass whose `fit` returns the numbers that describe the levels of each bucket. Everything else is done
+here: tensors are cut into buckets, which restart at every segment, numbers are rounded to their precision, entries are
+assigned to levels, and symbols are coded.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ MOST_LEVELS = 255
 
 @dataclass(frozen=True)
 class Buckets:
-    """How a tensor is cut: the index at which each bucket starts, and the number of entries last."""
+    """How a tensor is cut into buckets."""
 
-    bucket: int
-    segments: tuple[int, ...]
-    starts: np.ndarray
+    bucket: int  # entries in a bucket; 0 if every segment is one bucket
+    segments: tuple[int, ...]  # their lengths
+    starts: np.ndarray  # the index at which each bucket starts, and at the end the number of entries
 
     @property
     def sizes(self) -> np.ndarray:
@@ -75,7 +76,7 @@ def level_values(numbers: np.ndarray, kind: int, levels: int, dtype: torch.dtype
 class Levels(Converter):
     """What all quantizers with a few levels in each bucket share; a method adds `fit`.
 
-    Unbiased ones have `outward`: their outer levels enclose every entry.
+    `outward` says that the outer levels enclose every entry, as unbiased methods need it.
     """
 
     wire_id = LEVELS
@@ -106,7 +107,7 @@ class Levels(Converter):
         limit = min(LARGEST, torch.finfo(conversion.dtype).max)
         fitted = np.clip(self.fit(conversion, buckets.starts), -limit, limit).astype(np.float32)
         numbers, precision = self._round(fitted, buckets.sizes, conversion.dtype)
-        if len(numbers) > 1 and (numbers == numbers[0]).all():  # nothing to tell apart, as where all is zero
+        if len(numbers) > 1 and (numbers == numbers[0]).all():  # one bucket is enough, as where all is zero
             buckets, numbers = cut((conversion.count,), 0), numbers[:1]
         values = level_values(numbers, self.kind, self.levels, conversion.dtype)
         seed = conversion.seed if self.stochastic else None
@@ -136,13 +137,13 @@ class Levels(Converter):
         return position
 
     def _round(self, numbers: np.ndarray, sizes: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, torch.dtype]:
-        """The numbers as they travel; in fp32 where the precision cannot hold the largest."""
+        """Return the numbers as they travel, and their precision: fp32 if the chosen one cannot hold the largest."""
         precision = self.precision
         if precision == torch.float16 and np.abs(numbers).max() > torch.finfo(torch.float16).max:
             precision = torch.float32
         rounded = round_to(numbers, precision)
         if self.outward:
-            # First to what the tensor's dtype holds: the receiver rounds to it, and may not round inwards.
+            # They are rounded to the tensor's dtype first: the receiver rounds to it, and must not round inwards.
             end = round_outward(round_outward(numbers[:, -1], dtype, 1), precision, 1)
             last = np.clip(sizes - 1, 1, None)  # a small bucket repeats its last level
             width = numbers.shape[1]
@@ -156,7 +157,7 @@ PRECISIONS_ON_WIRE = tuple(PRECISIONS.values())
 
 
 def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: str) -> compress.Coding:
-    """Return the shortest coding: of all coders, or of one and plain packing."""
+    """Return the shortest coding by the coder of this name, or by any coder for "auto"; or plain packing if shorter."""
     # On large tensors rANS is within half a percent of the entropy, and much faster than Huffman.
     every = ("rans", "huffman") if total < compress.LARGE else ("rans",)
     names = every if coder == "auto" else (coder,)

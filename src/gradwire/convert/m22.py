@@ -1,14 +1,14 @@
 """M22 (arXiv 2301.09269): top-k, then 2^bits levels by Lloyd's method for d(u, û) = |u|^M (u − û)² under a GenNorm.
 
-What top-k leaves has no magnitude below that of the k-th entry, t: a GenNorm fitted to the entries themselves has its
-peak where none are, and puts levels there. Here it is what exceeds t, y = |u| − t, that is fitted, by the moments E y
-and E y². Should the source be a Laplace distribution, y is exponential whatever t is: then this is exact. With t = 0
-it is the paper's quantizer (models/weighted_lloyd.py). Its cells are kept, and their levels are once more taken from
-the entries themselves: the weighted mean of those in the cell.
+After top-k no entry is smaller than the k-th, whose magnitude is t. A GenNorm that is fitted to the entries themselves
+has its peak at 0, where there are none, and puts levels there. Here the excess y = |u| − t is fitted instead, by the
+moments E y and E y². If the source is a Laplace distribution, y is exponential whatever t is, and this is exact. With
+t = 0 it is the paper's quantizer (models/weighted_lloyd.py). The cells of these levels are kept, and the level of each
+is then moved to the weighted mean of the entries in it.
 
-The larger M, the more the levels serve the largest entries, and the more the many small ones are rounded up. Where
-tails are so heavy that this would lose more than MOST_LOST of what is sent, M is lowered: an error memory needs what
-is sent to be nearer to u than nothing is. With M = 0 it always is, since levels are then means.
+With a larger M, levels are closer to the largest entries, and the many small ones are rounded up further. If tails are
+so heavy that the squared error would be more than MOST_LOST of the squares of what is sent, M is lowered: error
+feedback works only if what is sent is nearer to u than 0 is. With M = 0 it always is, since levels are then means.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gradwire.errors import SpecError
 from gradwire.models import gennorm_moments, weighted_lloyd
 
 MOST_BITS = 6
-SAMPLE = 1 << 14  # entries that levels are fitted to; an outlier that is not among them is sent as less than it is
-MOST_LOST = 0.25  # squared error of what is sent over its square
-FINENESS = 4  # t over E y is rounded to so many values an octave
-SMALLEST = 1e-280  # below, weights would lose their precision; without weights nothing is
-OCTAVES = (-5, 6)  # below, t counts as 0; above, |u|^M hardly varies
+SAMPLE = 1 << 14  # levels are fitted to this many entries; an outlier that is not among them is sent as less than it is
+MOST_LOST = 0.25  # the largest squared error of what is sent, over the sum of its squares
+FINENESS = 4  # t / E y is rounded to one of this many values an octave
+SMALLEST = 1e-280  # smaller weighted sums would lose their precision; with M = 0 none is so small
+OCTAVES = (-5, 6)  # log₂ of t / E y: below this range, t counts as 0; above it, |u|^M hardly varies
 
 
 class M22(Sparse):
@@ -94,9 +94,9 @@ def _on_grid(ratio: float) -> float:
 
 
 def weighted_means(x: np.ndarray, levels: np.ndarray, m: int) -> tuple[np.ndarray, float]:
-    """Move levels to the weighted means of their cells, without those of empty cells.
+    """Move levels to the weighted means of their cells, and leave out those of empty cells.
 
-    Returns them, and the squared error over the sum of squares.
+    The result is the levels, and their squared error over the sum of squares.
     """
     cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
     largest = x.max()

@@ -26,7 +26,7 @@ def signed(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
-    """Encode each value as the nearest of ±magnitudes (bf16, ascending): bytes, and what they leave out."""
+    """Encode each value as the nearest of ±magnitudes (bf16, ascending); return the bytes and each value's error."""
     left = torch.empty_like(values)
     starts = np.array([0, values.numel()], dtype=np.int64)
     symbols, counts = kernels.assign_levels(values, None, left, 1.0, signed(magnitudes, dtype)[None], starts, None)

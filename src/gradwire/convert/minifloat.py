@@ -27,7 +27,7 @@ from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried
-CLEARLY = 0.98
+CLEARLY = 0.98  # another step is taken if its squared error is below this part of the model's
 SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal fp32 number
 
 
@@ -57,10 +57,10 @@ def fit(fmt: Format, sample: torch.Tensor) -> StepFit | None:
 
 
 def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
-    """A step that suits the sample clearly better than the model's, if there is one nearby.
+    """Return a nearby step that is clearly better on the sample than the model's step, or else the model's step.
 
-    A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. Part of the sample
-    proposes a step, all of it decides: the part may have missed the outliers that matter.
+    A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. A part of the sample
+    proposes a step and all of it decides, since the part may have missed the outliers that matter.
     """
     others = [round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
     errors = kernels.squared_errors(entries[:: max(1, entries.numel() // SCANNED)].contiguous(), others, fmt)
@@ -70,7 +70,7 @@ def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
 
 
 def round_step(step: float) -> float:
-    """Return the nearest bfloat16 in the allowed range, which takes two bytes on the wire and is as good a step."""
+    """Return the nearest bfloat16 in the allowed range: it takes two bytes on the wire, and is as good a step."""
     (bits,) = struct.unpack("<I", struct.pack("<f", min(max(step, SMALLEST_STEP), LARGEST_STEP)))
     (rounded,) = struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))
     return float(rounded)
@@ -99,7 +99,7 @@ class Minifloat(Converter):
     def fit(self, conversion: Conversion, sample: torch.Tensor) -> StepFit | None:
         """Return the step for this tensor; None if all entries are zero."""
         if self.stochastic:
-            # Unbiased needs the largest entry inside the format's range: nothing may saturate.
+            # Without bias nothing may saturate: the largest entry must be in the range of the format.
             return self._fit_range(conversion)
         fitted = fit(self.format, sample)
         if sample.numel() < conversion.count and (fitted is None or fitted.zero_mass > 250):
@@ -182,7 +182,11 @@ class Minifloat(Converter):
         table: torch.Tensor,
         coding: compress.Coding,
     ) -> int:
-        """The hot path: error feedback, conversion and coding in one pass; 0 if the kernels cannot."""
+        """Encode in one pass: error feedback, conversion and coding. This is the hot path.
+
+        The result is the length of the payload, or 0 if there is no kernel for it, or g + decay·e overflows: then the
+        memory is as it was, up to rounding, and the caller encodes in two passes.
+        """
         lane_bits, chunks = rans.layout(conversion.count, coding.expected_bits)
         start = len(head) + len(rans.head(lane_bits, [0] * chunks))
         coded = kernels.quantize_rans(
@@ -207,7 +211,7 @@ class Minifloat(Converter):
         return start + sum(lengths)
 
     def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
-        """Several small tensors, each with its own step, their symbols coded together."""
+        """Encode several small tensors, each with its own step; their symbols are coded together."""
         conversion.require_finite()  # all of it, before the memory of the first segment changes
         side = bytearray(_pack_format(self.format) + varint(len(conversion.segments)))
         pieces, fits, position = [], [], 0
@@ -316,7 +320,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
 
 
 def decode_onto(header: Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> bool:
-    """Compute out = onto + decoded in one pass; False where there is no kernel for that."""
+    """Write onto + decoded to `out` in one pass; return False, with nothing written, if there is no kernel for that."""
     if header.flags & SEGMENTED or not header.elements:
         return False
     reader = Reader(memoryview(payload))
@@ -336,7 +340,7 @@ def bound(header: Header, payload: np.ndarray) -> float | None:
 def _segment_values(
     fmt: Format, symbols: torch.Tensor, segments: list[tuple[int, float]], dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `values`, with the step of each entry's own segment."""
+    """Return the value of each entry, with the step of its own segment."""
     lengths, steps = zip(*segments, strict=True)
     levels = kernels.dequantize(symbols, torch.from_numpy(fmt.levels.astype(np.float32)))
     exact = levels * torch.tensor(steps, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
@@ -353,7 +357,7 @@ def _decode_fused(
     header: Header, reader: Reader, fmt: Format, step: float, coding: compress.Coding, out: torch.Tensor,
     weight: float, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
-    """Decode straight into fp32 `out`, where the kernels can."""
+    """Decode straight into an fp32 `out`; return False, with the reader where it was, if no kernel can do that."""
     position = reader.position
     lane_bits, lengths, body = rans.read_head(reader.rest(), header.elements)
     table = weighted_values(fmt, step, header.dtype, weight)

@@ -1,4 +1,8 @@
-"""The list of a grid's outliers: where they are and how far beyond the symbols' range (docs/wire-format.md)."""
+"""The list of a grid's outliers: where they are and how far beyond the symbols' range (docs/wire-format.md).
+
+The gaps between them have a Rice code and the excesses an exponential Golomb code. The rules for the parameters of both
+are below; those for the positions of sparse frames are in compress/golomb.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from gradwire import kernels
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
 
-LOOKED_AT = 4096  # outliers by which the parameters are chosen
+LOOKED_AT = 4096  # the parameters are chosen by at most this many outliers
 Outliers = tuple[np.ndarray, np.ndarray]  # positions, ascending; signed multiples
 
 
@@ -39,12 +43,17 @@ def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
 
 
 def _rice_parameter(gaps: np.ndarray) -> int:
-    """One of the two that may be the best for a geometric distribution of this mean."""
+    """Return the parameter with which the Rice codes of these gaps are shortest.
+
+    Only two are tried: for geometric gaps, the best is ⌊log₂(mean + 1)⌋ or one less.
+    """
     guess = int(int(gaps.sum()) // len(gaps) + 1).bit_length() - 1
     return min(range(max(0, guess - 1), guess + 1), key=lambda a: int((gaps >> a).sum()) + a * len(gaps))
 
 
 def _golomb_parameter(excesses: np.ndarray) -> int:
+    """Return the parameter of the exponential Golomb code for these excesses: from 0 up, while codes get shorter."""
+
     def bits(b: int) -> int:
         return 2 * int(np.frexp((excesses >> b) + 1)[1].sum()) + b * len(excesses)  # frexp counts the bits of a number
 

@@ -26,7 +26,7 @@ MASK = (1 << 64) - 1
 
 
 def largest(estimates: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the indexes of the largest magnitudes, the largest first, of equal ones the first."""
+    """Return the indexes of the `kept` largest magnitudes, the largest first; among equals, the lowest index first."""
     magnitude = estimates.abs()
     threshold = torch.kthvalue(magnitude, len(estimates) - kept + 1).values
     index = torch.nonzero(magnitude >= threshold).flatten()  # ties may make it too many
@@ -42,10 +42,10 @@ def scaled(estimates: torch.Tensor, index: torch.Tensor, scale: float, dtype: to
 
 
 def best_scale(exact: torch.Tensor, estimates: torch.Tensor) -> float:
-    """The multiple of the estimates with the least squared error.
+    """Return the factor from 0 to 1 with which the estimates have the least squared error.
 
-    Where there are no large entries to find, the largest estimates are those with the largest noise: as they are they
-    would add more than they remove, and an error memory would grow without end. Scaled they never do.
+    If a tensor has no large entries, the largest estimates are those with the most noise. Sent as they are, they would
+    add more error than they remove, and the error memory would grow without end. Scaled, they never do.
     """
     square = float(estimates.double().square().sum())
     best = float((exact.double() * estimates.double()).sum()) / square if square else 0.0

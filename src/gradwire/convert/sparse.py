@@ -1,8 +1,8 @@
-"""Sparse codecs: the payload they share, positions and values of the entries that are sent.
+"""Sparse codecs: the payload they share, with the positions and the values of the entries that are sent.
 
-Which entries: the k = ⌈p·d⌉ largest magnitudes of u (or those from a given threshold on), among equals the lowest
-positions first, zeros never. `sbc`, `stc`, `topk` and `m22` say what stands for their values. What is not sent, and
-what is sent and differs from its value, stays in the error memory.
+The entries with the k = ⌈p·d⌉ largest magnitudes of u are sent, or all whose magnitude reaches a threshold; among
+equals those with the lowest positions, and never zeros. `sbc`, `stc`, `topk` and `m22` differ in how they send the
+values. Entries that are not sent, and the difference between a value and what is sent for it, stay in the error memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Sparse(Converter):
         )
         if done == conversion.count:
             return chosen[0], chosen[1]
-        # A NaN or an infinity, or g + decay·e overflows: then it is limited.
+        # Either the gradient holds a NaN or an infinity, or g + decay·e overflows and has to be limited.
         u = kernels.compensate(
             conversion.gradient[done:],
             None if conversion.memory is None else conversion.memory[done:],
@@ -97,9 +97,10 @@ class Sparse(Converter):
         values: bytes,
         sent: torch.Tensor | None,
     ) -> int:
-        """Write the payload; returns its length.
+        """Write the payload, and return its length.
 
-        `sent` is what the receiver takes the values for: it leaves the memory here, or has left it where it is None.
+        `sent` are the values that the receiver decodes, which are subtracted from the memory here. It is None if the
+        caller has done so already.
         """
         if conversion.memory_out is not None and sent is not None:
             kernels.scatter(conversion.memory_out, chosen, -sent, True)
@@ -112,23 +113,23 @@ class Sparse(Converter):
 
 
 def _bits_from(threshold: float | None) -> int:
-    """The smallest bit pattern of an fp32 magnitude from the threshold on; zeros are never chosen."""
+    """Return the bit pattern of the smallest fp32 magnitude that reaches the threshold and is not zero."""
     if threshold is None:
         return 1
     if threshold > torch.finfo(torch.float32).max:
-        return INFINITY_BITS  # that of no finite number
+        return INFINITY_BITS  # no finite number reaches it
     bits = int(np.float32(threshold).view(np.uint32))
     return max(1, bits + (float(np.float32(threshold)) < threshold))
 
 
 def one_value(mean: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
-    """Return a mean of fp32 numbers as it travels, and as the receiver has it."""
+    """Return a mean of fp32 numbers in the bytes that travel, and as the number that the receiver decodes."""
     raw = struct.pack("<f", mean)
     return raw, received(torch.tensor(struct.unpack("<f", raw)), dtype)
 
 
 def received(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a receiver takes these values for: limited and rounded to the dtype of the tensor, as fp32."""
+    """Return the values as a receiver decodes them: limited and rounded to the dtype of the tensor, as fp32."""
     if dtype.itemsize >= 4:
         return values.float()  # finite, and so in range
     return limit_to(values.float(), dtype).float()
@@ -163,7 +164,7 @@ def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> tor
 
 
 def _read_positions(payload: np.ndarray, elements: int, limit: int) -> tuple[np.ndarray, int, np.ndarray]:
-    """The positions, how values travel, and the bytes of the values."""
+    """Return the positions, the number that says how values travel, and the bytes of the values."""
     reader = Reader(memoryview(payload))
     count = reader.varint(min(elements, limit))
     if not count:
@@ -176,7 +177,7 @@ def _read_positions(payload: np.ndarray, elements: int, limit: int) -> tuple[np.
 
 
 def _read_values(header: Header, kind: int, data: np.ndarray, count: int) -> torch.Tensor:
-    """`count` values, or one for all of them, as fp32."""
+    """Return `count` values, or one for all of them, as fp32."""
     if not count:
         return torch.empty(0)
     if kind in (ONE_VALUE, ONE_MAGNITUDE):

@@ -33,7 +33,7 @@ class Stored(Converter):
 
 
 def store(flat: torch.Tensor, out: torch.Tensor) -> int:
-    """Copy the bytes of a flat tensor to the front of `out`; returns their number."""
+    """Copy the bytes of a flat tensor to the front of `out`, and return their number."""
     if not flat.numel():
         return 0
     raw = flat.contiguous().as_strided(flat.shape, (1,)).view(torch.uint8)  # one entry may have any stride

@@ -41,7 +41,7 @@ class TopK(Sparse):
         assert self.small is not None
         if not chosen.numel():
             return self.write(conversion, out, chosen, SMALL_FLOATS, b"", None)
-        # Converted like a tensor of its own, whose error memory then says what was sent.
+        # The values are converted like a tensor of their own, whose error memory then holds what was not sent.
         left, coded = torch.empty_like(values), torch.empty(5 * values.numel() + 512, dtype=torch.uint8)
         part = Conversion(values, values.to(conversion.dtype), None, left)
         length = self.small.encode(part, coded)
@@ -54,8 +54,8 @@ class TopK(Sparse):
 def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:
     """Return the ⌈p·d⌉-th largest magnitude over several tensors, d entries in all, for a converter's threshold.
 
-    It is 0 where fewer entries are not zero: then all of them are sent. It is exact, and keeps no more than
-    the entries in question.
+    If fewer entries than that are not zero, the result is 0, and all of these are sent. The result is exact, and no
+    more than the entries in question are kept in memory.
     """
     flat = [t.detach().reshape(-1).float().cpu() for t in tensors if t.numel()]
     count = math.ceil(Fraction(repr(p)) * sum(t.numel() for t in flat))

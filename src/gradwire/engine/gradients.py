@@ -196,7 +196,7 @@ class Gradients:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing beats plain all-reduce here, or that is being tried."""
+        """Whether this step uses plain all-reduce: because it is the fastest here, or because it is being measured."""
         return self.tuner.plain
 
     def take_memories(self, names: Iterable[str]) -> dict[str, torch.Tensor]:

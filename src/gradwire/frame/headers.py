@@ -9,8 +9,14 @@
     varint    length of the payload in bytes
     varints   sizes of the dimensions
 
-docs/wire-format.md is the authority. A new field of fixed size is a line in FIXED_FIELDS, a new flag a bit of its own;
-either needs a new version. `seal` writes the header, `read_header` reads it, and `Header` is what readers get.
+docs/wire-format.md is the authority. `seal` writes the header; `read_header` reads it and returns a `Header`.
+
+A new field needs a new version, and a row in the table above and in docs/wire-format.md. If its size is fixed, it is
+an entry of FIXED_FIELDS in front of the checksum, which has to stay the last of them; `seal` packs and `read_header`
+unpacks these fields by position, so both change as well. A varint is written in `seal`, counted in `header_length` and
+read in `read_header`. What readers have to know becomes a field of `Header`. A new flag is a bit of its own that
+`read_header` accepts. The tests have a writer and a reader of their own (`assemble` in tests/support/helpers.py,
+`plain_decode` in tests/support/plain_decoder.py), and golden frames that are then made again.
 """
 
 from __future__ import annotations
@@ -77,7 +83,7 @@ def header_length(shape: tuple[int, ...], payload_length: int) -> int:
 def seal(
     out: memoryview, codec: int, dtype: torch.dtype, shape: tuple[int, ...], flags: int, payload_length: int
 ) -> int:
-    """Write header and checksum before a payload that already stands in `out`; returns the frame's length."""
+    """Write header and checksum before a payload that already stands in `out`, and return the frame's length."""
     sizes = varint(payload_length) + b"".join(varint(d) for d in shape)
     start = _FIXED.size + len(sizes)
     length = start + payload_length
@@ -93,7 +99,7 @@ def _checksum(frame: memoryview) -> int:
 
 
 def read_header(data: memoryview) -> Header:
-    """Parse and validate the header at the front of `data`; the checksum is `check`'s business."""
+    """Parse and validate the header at the front of `data`; `open_frame` verifies the checksum."""
     if len(data) < _FIXED.size + 1:
         raise FrameError(f"frame is cut short: {len(data)} bytes")
     magic, version, kind, tensor, _ = _FIXED.unpack_from(data)

@@ -1,4 +1,8 @@
-"""Encode words into (index, sketch), which workers' ORed and added up decode to the sum of their words."""
+"""The homomorphic code: each worker encodes its words into an index and a sketch, which can be summed as they are.
+
+The workers' indexes are ORed and their sketches are added up, by anything that can do so with 32-bit integers. `decode`
+then returns the sum of the workers' words from these two alone (docs/homomorphic.md).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from gradwire.homomorphic.plan import LANES, Plan
 class Decoded:
     """The words of a sum that were recovered, and the positions of those that were not."""
 
-    positions: torch.Tensor  # int64, ascending: of the words that are not zero
-    values: torch.Tensor  # int32
-    left: torch.Tensor  # int64, ascending: words of blocks that could not be peeled; their sums are still to be had
-    consistent: bool = True  # False: index and sketch do not belong together, and nothing of it is to be trusted
+    positions: torch.Tensor  # int64, ascending: where the words are that are not zero
+    values: torch.Tensor  # int32: these words
+    left: torch.Tensor  # int64, ascending: where words are whose block could not be peeled; their sum is unknown
+    consistent: bool = True  # False if index and sketch do not belong together: then no word can be trusted
 
 
 def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +45,7 @@ def encode(plan: Plan, positions: torch.Tensor, values: torch.Tensor) -> tuple[t
 
 
 def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
-    """Return the words of the sum; any index and sketch of the right length are safe to decode."""
+    """Return the words of the sum. Damaged ones do no harm: any index and sketch of the right length can be decoded."""
     for name, tensor, length in (("index", index, plan.index_words), ("sketch", sketch, plan.sketch_words)):
         _check(tensor, torch.int32, name)
         if len(tensor) != length:
@@ -54,7 +58,7 @@ def decode(plan: Plan, index: torch.Tensor, sketch: torch.Tensor) -> Decoded:
 
 
 def index_of(plan: Plan, positions: torch.Tensor) -> torch.Tensor:
-    """Return an index of the blocks that a message has."""
+    """Return the index of a message: which blocks hold one of its positions."""
     index = kernels.index_bitmap(positions, plan.lanes, plan.blocks)
     return kernels.bloom_build(index, plan.index_words, plan.probes, plan.seed) if plan.index == "bloom" else index
 
@@ -62,9 +66,10 @@ def index_of(plan: Plan, positions: torch.Tensor) -> torch.Tensor:
 def align(
     plan: Plan, index: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of all words that an index of many messages marks, and one message's words there.
+    """Return the positions of all words that the ORed index of all workers marks, and one worker's words there.
 
-    Added up as they are, these words need no sketch, at the price of a second exchange.
+    Since all workers get the same positions, these words can be added up as they are, without a sketch; the price is a
+    second exchange, after that of the indexes.
     """
     everywhere, aligned, met = kernels.align_words(candidates(plan, index), plan.words, plan.lanes, positions, values)
     if met < len(positions):
@@ -73,7 +78,7 @@ def align(
 
 
 def candidates(plan: Plan, index: torch.Tensor) -> torch.Tensor:
-    """Return the bitmap of all blocks that the index says may be there."""
+    """Return a bitmap of the blocks that may hold words: a Bloom filter also marks some that do not."""
     if plan.index == "bloom":
         return kernels.bloom_query(index, plan.blocks, plan.probes, plan.seed)
     return index

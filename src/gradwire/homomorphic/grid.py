@@ -1,4 +1,4 @@
-"""The grid: integers that workers can add up without overflow, and what one of them stands for."""
+"""The grid of a tensor: the step that turns entries into integers, and how large these may be so that sums fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Grid:
-    """Entries become q = u / step, rounded and limited to ±most; `bits` hold the sum of all workers' q."""
+    """An entry u becomes q = u / step, rounded and limited to ±most; the sum of all workers' q fits into `bits`."""
 
     step: float
     most: int
@@ -24,7 +24,7 @@ class Grid:
 
 
 def exponent_of(largest: float) -> int:
-    """Return the biased fp32 exponent of a magnitude: 0 for what is tiny, 255 for what is not finite."""
+    """Return the biased fp32 exponent of a magnitude: 0 if it is subnormal or zero, 255 if it is not finite."""
     return int(np.float32(largest).view(np.uint32)) >> 23
 
 
@@ -45,7 +45,7 @@ def most_of(bits: int, world: int) -> int:
 
 
 def by_largest(exponent: int, bits: int, world: int) -> Grid:
-    """Return the grid on which nothing is clipped: |u| < 2^(exponent − 126), by the biased exponent of the largest |u|.
+    """Return the grid on which no |u| < 2^(exponent − 126) is clipped; `exponent` is the biased one of the largest |u|.
 
     With 32 bits the step is a power of two, so that q·step has no error beyond the rounding to the grid.
     """
@@ -61,10 +61,11 @@ def by_largest(exponent: int, bits: int, world: int) -> Grid:
 
 
 def by_rms(rms: float, bits: int, world: int) -> Grid:
-    """Return a grid of few levels, which serves the bulk of the entries; what is clipped waits in the error memory.
+    """Return the grid that suits the bulk of the entries; what is clipped off larger ones waits in the error memory.
 
-    The limit lies between the best for Laplace's distribution, (0.5 + 0.8·log2(2·most + 1))·rms, and that for GenNorm
-    with β = 0.67, (1.33·log2(2·most + 1) − 0.5)·rms, both fitted to measurements; gradients lie there, too.
+    Magnitudes are clipped at 1.05·log2(2·most + 1)·rms. That is between the best limit for Laplace's distribution,
+    (0.5 + 0.8·log2(2·most + 1))·rms, and the best for GenNorm with β = 0.67, (1.33·log2(2·most + 1) − 0.5)·rms, both
+    fitted to measurements: most gradients are between these two distributions.
     """
     if not 0 <= rms < math.inf:
         raise ValueError(f"{rms} is not a root mean square")
@@ -73,7 +74,7 @@ def by_rms(rms: float, bits: int, world: int) -> Grid:
 
 
 def _grid(step: float, most: int, bits: int) -> Grid:
-    """With the smallest fp32 number from this step on, but none of which most·step would not be finite."""
+    """Return a grid whose step is the smallest fp32 number not below `step`, or less where most·step would overflow."""
     step = max(step, SMALLEST)
     if step * most >= LARGEST:
         near = np.float32(LARGEST / most)

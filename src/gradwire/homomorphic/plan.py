@@ -1,4 +1,4 @@
-"""How long index and sketch are: a rule in integers, so that all workers find the same (docs/homomorphic.md)."""
+"""The lengths of index and sketch, in integer arithmetic, so that all workers get the same (docs/homomorphic.md)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from gradwire.errors import GradwireError
 
 LANES = (1, 4, 16)
 INDEXES = ("dense", "bitmap", "bloom")
-MOST_WORDS = 2**31  # of a message
+MOST_WORDS = 2**31  # in a message
 MOST_CELLS = 2**32 - 1
 MOST_PROBES = 24
-LONGEST_SEGMENT = 16  # log2: hashes have 16 bits for each place
-NO_SKETCH = (4, 0)  # segments, log2 of their cells: the least there is
-# What takes more time has to be shorter by a part: fewer lanes by 6%, a Bloom filter by a third.
+LONGEST_SEGMENT = 16  # log2 of its cells: hashes have 16 bits for the place in a segment
+NO_SKETCH = (4, 0)  # the fewest segments, and log2 of the fewest cells in each
+# A plan that takes more time is chosen only if it has less than this part of the words of the best before it: 15/16 for
+# a bitmap, where larger blocks come first, and 2/3 for a Bloom filter.
 SHORTER = {"bitmap": (15, 16), "bloom": (2, 3)}
 
-# From so many blocks on: cells for a thousand of them (but four segments), log2 of the cells of a segment. Where blocks
-# are few, it is the length of a segment that keeps two of them from sharing all cells. See benchmarks/peeling.py.
+# (fewest blocks that the entry is for, cells for a thousand blocks, log2 of the cells in a segment). There are at least
+# four segments. For few blocks it is long segments that keep two blocks from sharing all cells (benchmarks/peeling.py).
 SIZES = (
     (1, 0, 4), (5, 0, 5), (17, 0, 6), (65, 0, 7), (257, 1800, 7), (513, 1650, 8), (1025, 1550, 8), (2049, 1450, 8),
     (4097, 1400, 8), (6145, 1380, 9), (8193, 1320, 9), (16385, 1250, 10), (32769, 1200, 10), (65537, 1175, 11),
@@ -31,14 +32,14 @@ SIZES = (
 class Plan:
     """Everything that encoders and decoders must agree on."""
 
-    words: int  # of the message
-    lanes: int  # words of a block
-    index: str  # dense (there is none: the words themselves are added), bitmap or bloom
+    words: int  # in the message
+    lanes: int  # words in a block
+    index: str  # "bitmap", "bloom", or "dense" if there is no index and the words themselves are added up
     index_words: int
-    probes: int  # of the Bloom filter
-    segments: int
-    segment_log: int
-    seed: int
+    probes: int  # bits of the Bloom filter that a block sets
+    segments: int  # of the sketch
+    segment_log: int  # log2 of the cells in a segment
+    seed: int  # of the hashes
 
     def __post_init__(self) -> None:
         ok = 0 <= self.words <= MOST_WORDS and 0 <= self.seed < 2**32 and self.lanes in LANES
@@ -67,7 +68,7 @@ class Plan:
 
     @property
     def sketch_words(self) -> int:
-        """The number of words of the sketch; of a dense plan, that of the message."""
+        """The number of words of the sketch, or of the message itself if the plan is dense."""
         return self.words if self.index == "dense" else self.cells * self.lanes
 
     @property
@@ -83,9 +84,9 @@ def segments_for(blocks: int) -> tuple[int, int]:
 
 
 def choose(words: int, blocks: Mapping[int, int], seed: int) -> Plan:
-    """Return the shortest plan for a message whose sum has this many blocks (by lanes) that are not zero.
+    """Return the shortest plan for a message; `blocks` says for each block size how many are not zero in the sum.
 
-    Plans are looked at in the order of the time they take, and one that takes more has to be worth it.
+    Plans that take less time come first, and a slower one is chosen only if it is clearly shorter (SHORTER).
     """
     best = Plan(words, 1, "dense", 0, 0, 0, 0, seed)
     for make in (_bitmap, _bloom):
@@ -98,10 +99,11 @@ def choose(words: int, blocks: Mapping[int, int], seed: int) -> Plan:
 
 
 def choose_index(words: int, blocks: Mapping[int, int], held: Mapping[int, int], seed: int) -> Plan:
-    """Return the shortest plan where words are added up without a sketch, once all indexes are known.
+    """Return the shortest plan for an index alone: the words of the union are then added up without a sketch.
 
-    It is made for a union of as many `blocks` as expected, with a Bloom filter that stands as many as `held`: beyond
-    that a filter is soon full, and says of all blocks that they are there, where a bitmap is as long as ever.
+    `blocks` says for each block size how many the union is expected to have, and `held` how many a Bloom filter must be
+    able to hold. A filter with more blocks than it was made for soon marks all blocks of the message as present; a
+    bitmap is always exact.
     """
     best, fewest = Plan(words, 1, "dense", 0, 0, 0, 0, seed), words
     for index in ("bitmap", "bloom"):
@@ -120,7 +122,7 @@ def choose_index(words: int, blocks: Mapping[int, int], held: Mapping[int, int],
 
 
 def filter_words(blocks: int, probes: int) -> int:
-    """Return the length of a Bloom filter half of whose bits are set: 1/ln 2 = 1.4427 bits for each probe."""
+    """Return the words of a Bloom filter that these blocks fill to one half: 1/ln 2 = 1.4427 bits for each probe."""
     return -(-blocks * probes * 14427 // 320000)
 
 
@@ -130,7 +132,7 @@ def _bitmap(words: int, lanes: int, union: int, seed: int) -> Plan:
 
 
 def _bloom(words: int, lanes: int, union: int, seed: int) -> Plan:
-    """With the number of probes that makes filter and sketch, false positives included, shortest."""
+    """Return the plan whose number of probes makes filter and sketch, with false positives, shortest together."""
     count, plans = -(-words // lanes), []
     for probes in range(1, MOST_PROBES + 1):
         index_words = filter_words(union, probes)

@@ -1,4 +1,4 @@
-"""Probability models: what symbols cost, independent of the coder that spends the bits.
+"""Probability models: how likely each symbol is, whichever coder makes bits of it.
 
 Adding a model takes one file with a `ProbabilityModel` and one entry in `MODELS`; the coding byte has room for three.
 """

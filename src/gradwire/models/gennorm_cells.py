@@ -42,8 +42,9 @@ def best_step(fmt: Format, beta: float) -> float:
     scan = np.log(rms / fmt.largest) + np.linspace(-3, 9, 121)
     errors = np.array([nmse(fmt, beta, math.exp(x)) for x in scan])
     plateau = np.flatnonzero(errors <= np.min(errors) * 1.001)
-    if len(plateau) > 3:  # an 8-bit format is as good at any step that neither under- nor overflows:
-        return math.exp(scan[plateau].mean())  # keep away from both
+    if len(plateau) > 3:
+        # Many steps are equally good, as for an 8-bit format: take one far from both underflow and overflow.
+        return math.exp(scan[plateau].mean())
     best = int(np.argmin(errors))
     low, high = scan[max(best - 1, 0)], scan[min(best + 1, len(scan) - 1)]
     golden = (math.sqrt(5) - 1) / 2

@@ -26,7 +26,7 @@ def _shipped() -> dict[str, np.ndarray]:
 
 
 def has_table(fmt: Format) -> bool:
-    """Tell whether masses of this format are shipped."""
+    """Tell whether tables of this format are shipped, which is so for every preset."""
     return fmt in PRESETS.values()
 
 

@@ -1,10 +1,10 @@
-"""Integer frequencies that add up to a power of two: what every model gives and every coder takes."""
+"""Integer frequencies that add up to a power of two, which every model returns and every entropy coder takes."""
 
 from __future__ import annotations
 
 import numpy as np
 
-LARGEST = 1 << 14  # frequencies go up to this
+LARGEST = 1 << 14  # the largest frequency: the sum at the finest precision
 with np.errstate(divide="ignore"):
     _LOG2 = np.log2(np.arange(LARGEST + 1))
 

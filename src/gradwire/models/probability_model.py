@@ -26,7 +26,7 @@ class ProbabilityModel(ABC):
 
     @abstractmethod
     def supports(self, alphabet: AnyAlphabet) -> bool:
-        """Tell whether symbols of this alphabet can be modelled. A frame that does it nevertheless is invalid."""
+        """Tell whether this model can be used for symbols of this alphabet; if not, a frame that uses it is invalid."""
 
     @abstractmethod
     def fit(self, statistics: SymbolStatistics, precision: int) -> np.ndarray | None:
@@ -38,15 +38,15 @@ class ProbabilityModel(ABC):
 
     @abstractmethod
     def packed_length(self, frequencies: np.ndarray, statistics: SymbolStatistics) -> int:
-        """Return how many bytes `pack` will give, which is quicker to tell than to pack them."""
+        """Return the length of what `pack` will return in bytes, without packing it, which would take longer."""
 
     @abstractmethod
     def pack(self, frequencies: np.ndarray, statistics: SymbolStatistics) -> bytes:
-        """Return the parameters from which `read` makes the same frequencies; these are what `fit` returned."""
+        """Return the parameters from which `read` makes the same frequencies, which `fit` has returned before."""
 
     @abstractmethod
     def read(self, reader: Reader, alphabet: AnyAlphabet, precision: int) -> np.ndarray:
         """Take the parameters off the reader and return the frequencies, or raise FrameError if they are invalid.
 
-        The frequencies are not to be written to: they may be shared.
+        Callers must not write to the result, which other calls may return too.
         """

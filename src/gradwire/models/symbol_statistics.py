@@ -31,8 +31,8 @@ class GenNormFit(NamedTuple):
 class SymbolStatistics(NamedTuple):
     """Everything that a probability model may look at; each model takes what it needs.
 
-    A model that needs to know more of the values adds a field with the default None, and the converter that can tell
-    fills it in.
+    If a model needs to know more about the values, add a field with the default None, and fill it in the converters
+    that know it.
     """
 
     alphabet: AnyAlphabet
@@ -47,4 +47,4 @@ class SymbolStatistics(NamedTuple):
 
     def smoothed(self) -> SymbolStatistics:
         """Return statistics in which no symbol has the count 0 (each count c becomes c + ½, in integers)."""
-        return SymbolStatistics(self.alphabet, 2 * self.counts + 1, self.total, self.gennorm)
+        return self._replace(counts=2 * self.counts + 1)

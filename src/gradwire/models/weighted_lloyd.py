@@ -18,12 +18,10 @@ import numpy as np
 import torch
 
 LARGEST_M = 9
-ROUNDS, CLOSE = (
-    1000,
-    1e-9,
-)  # the search ends when Lloyd's next round would move no level by more than this part of itself
-ROUNDING = 1e-13  # of the distortion
-POINTS = 512  # of the density, for the levels to start from
+ROUNDS = 1000  # at most
+CLOSE = 1e-9  # the search ends when Lloyd's next round would move no level by more than this part of itself
+ROUNDING = 1e-13  # a distortion that is larger by no more than this part of itself counts as equal
+POINTS = 512  # at which the density is computed, to find levels to start from
 
 
 @lru_cache(maxsize=8192)
@@ -51,8 +49,11 @@ def levels(beta: float, t: float, m: int, count: int) -> np.ndarray:
 
 
 def _newton(current: np.ndarray, weight: np.ndarray, first: np.ndarray, density: np.ndarray) -> np.ndarray:
-    """The step to where first − level·weight is 0 in all cells; its derivatives are tridiagonal."""
-    half = density * np.diff(current) / 4  # an edge moves by half of what its levels do, and is as far from either
+    """Return Newton's step towards levels with first − level·weight = 0 in all cells; NaN if there is none.
+
+    The matrix of derivatives is tridiagonal: a level changes the integrals of its own cell and of its neighbours.
+    """
+    half = density * np.diff(current) / 4  # an edge is halfway between its levels, and moves half as far as either
     slope = np.diag(-weight) + np.diag(half, 1) + np.diag(half, -1)
     slope[np.arange(len(half)), np.arange(len(half))] += half
     slope[np.arange(len(half)) + 1, np.arange(len(half)) + 1] += half
@@ -64,7 +65,7 @@ def _newton(current: np.ndarray, weight: np.ndarray, first: np.ndarray, density:
 
 
 class _Source:
-    """x^M p, and its integrals; as multiples of E y^M, which keeps all of them in range."""
+    """The weighted density x^M p and its integrals, all divided by E y^M, which keeps them in the range of fp64."""
 
     def __init__(self, beta: float, t: float, m: int):
         self.beta, self.t, self.m = beta, t, m
@@ -80,21 +81,21 @@ class _Source:
         ) * moments  # fmt: skip
 
     def integrals(self, edges: np.ndarray) -> np.ndarray:
-        """∫x^M p and ∫x^(M+1) p over the cells that the edges make of [t, ∞)."""
+        """Return ∫x^M p and ∫x^(M+1) p over each of the cells into which the edges divide [t, ∞)."""
         x = torch.from_numpy(np.concatenate([[0.0], (edges - self.t) ** self.beta, [np.inf]]))
         shapes, x = self.shapes.expand(-1, len(x)), x.expand(len(self.shapes), -1)
         below, above = torch.special.gammainc(shapes, x).numpy(), torch.special.gammaincc(shapes, x).numpy()
-        # Differences of what is near 1 would be rounding errors.
+        # Differences of numbers near 1 would be rounding errors: there, those of the complements are taken.
         integrals: np.ndarray = self.polynomials @ np.where(below[:, :-1] < 0.5, np.diff(below), -np.diff(above))
         return integrals
 
     def density(self, x: np.ndarray) -> np.ndarray:
-        """x^M p at each x."""
+        """Return x^M p at each x."""
         density: np.ndarray = self.beta * np.exp(self.m * np.log(x) - (x - self.t) ** self.beta - self.log_unit)
         return density
 
     def start(self, count: int) -> np.ndarray:
-        """Where many levels would lie: as dense as the third root of x^M p."""
+        """Return levels to start from; their density is the third root of x^M p, which is the best for many levels."""
         end = (3 * (60 + 3 * self.m / self.beta)) ** (1 / self.beta)
         y = end * np.linspace(0, 1, POINTS + 1)[1:] ** (2 / self.beta)
         log_density = (self.m * np.log(self.t + y) - y**self.beta) / 3

@@ -1,6 +1,6 @@
 """One worker's training: a plain loop, whose gradients or updates are compressed on their way to the others.
 
-Everything random is a function of seed, epoch, step and rank (order.py) or in the checkpoint, so a run
+Everything random is a function of seed, epoch, step and rank (example_order.py) or in the checkpoint, so a run
 that was stopped and resumed ends with the same parameters, bit for bit.
 """
 

@@ -56,9 +56,10 @@ def plan_frames(
 ) -> list[FramePlan]:
     """Return the frames of a message: shared ones first, then one for each other part.
 
-    Small tensors share a frame where that changes nothing for any of them, since DDP hands over others together in its
-    first step. Tensors that entries are selected from together share one too. `clock` is the step that schedules go
-    by, and `shares` holds each tensor's part of the model's budget.
+    Small tensors share a frame if each is coded as if it were alone. Otherwise a tensor's mean would depend on those
+    that share its frame, and these are not the same in all steps: DDP forms other buckets after its first step. Tensors
+    whose recipe selects entries from the whole model (`whole_model`) share a frame whatever their size. `clock` is the
+    step that schedules go by, and `shares` holds each tensor's part of the model's budget.
     """
     shared: dict[str, FramePlan] = {}
     single: list[FramePlan] = []

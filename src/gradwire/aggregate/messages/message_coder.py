@@ -63,8 +63,10 @@ class MessageCoder:
     def encode_means(
         self, key: Hashable, plans: Sequence[FramePlan], note: bytes, memory: ErrorMemory
     ) -> tuple[torch.Tensor, int]:
-        """Do the same with the means of this rank's shards: they have an error memory of their own, and are sent as
-        they are."""
+        """Return a block as `encode` does, with frames of the means of the shards that this rank owns.
+
+        Means are neither clipped nor accelerated, and `memory` is their own error memory.
+        """
 
         def encode(plan: FramePlan, means: list[torch.Tensor], out: torch.Tensor) -> int:
             return encode_frame(plan, means, _slots(plan, memory), self._seed(plan, "sum:"), out)

@@ -97,7 +97,10 @@ class Packet:
 
 
 def has_code_of(datagram: bytes, key: bytes) -> bool:
-    """Tell the same of bytes that were not read yet: while someone floods, most are garbage, and this is cheaper."""
+    """Tell whether the code in the bytes of a packet was made with `key`.
+
+    This is cheaper than to read the packet first, which counts while someone floods the aggregator with garbage.
+    """
     code = datagram[CODED_BYTES:HEADER_BYTES]
     return code == siphash(key, datagram[:CODED_BYTES] + datagram[HEADER_BYTES:]).to_bytes(8, "little")
 
