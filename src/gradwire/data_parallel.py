@@ -48,7 +48,7 @@ class DataParallelHandle(Handle):
     def detach(self) -> None:
         """Stop averaging gradients: `model.module` is as it was before, and can be wrapped again."""
         _remove(self.hooks)
-        self.gradients.disconnect()
+        super().detach()
 
 
 class DataParallel(nn.Module):

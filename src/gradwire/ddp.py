@@ -158,7 +158,7 @@ class DDPHandle(Handle):
         """Go back to plain all-reduce; the model can be attached again."""
         if self._slot.state is self.state:
             self._slot.use(None)
-            self.state.disconnect()
+            super().detach()
 
 
 def attach(

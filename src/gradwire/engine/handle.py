@@ -38,6 +38,10 @@ class Handle:
         """
         self.gradients.log_to(Monitor(to, every, layers))
 
+    def detach(self) -> None:
+        """Stop compressing, on all ranks; figures and memories can still be read."""
+        self.gradients.disconnect()
+
     def stats(self) -> dict[str, float]:
         """Return the totals of this rank since it was attached or loaded; `ratio` is fp32 bytes over frame bytes."""
         return self.gradients.stats()
