@@ -25,9 +25,9 @@ import gradwire
 from gradwire import codecs, compress, kernels
 from gradwire.compress import rans
 from gradwire.convert import minifloat
-from gradwire.float_formats import PRESETS
 from gradwire.kernels import cpu
 from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
+from gradwire.small_float_formats import PRESETS
 from machine import processor
 
 BETA = 0.67  # about what gradients have

@@ -22,9 +22,9 @@ import zstandard
 
 import gradwire
 from gradwire import kernels
-from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection import code_lengths, frames, goodness
 from gradwire.models import gennorm_cells, gennorm_moments
+from gradwire.small_float_formats import PRESETS, Format
 
 FORMAT = PRESETS["fp4"]
 LARGE = 50_000  # layers from this size on are held to the entropy

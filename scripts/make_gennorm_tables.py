@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwire.float_formats import PRESETS
 from gradwire.models import gennorm_cells, gennorm_moments
+from gradwire.small_float_formats import PRESETS
 
 PATH = Path(__file__).parent.parent / "src/gradwire/models/gennorm_tables.npz"
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from gradwire import FrameError, compress, kernels
 from gradwire.compress import huffman, rans
-from gradwire.float_formats import parse_format
 from gradwire.frame.byte_fields import Reader
 from gradwire.kernels import reference
 from gradwire.models import gennorm_tables
@@ -24,6 +23,7 @@ from gradwire.models.gennorm import GenNorm
 from gradwire.models.histogram import Histogram
 from gradwire.models.integer_frequencies import bits_per_symbol, normalize
 from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
+from gradwire.small_float_formats import parse_format
 from support.cases import for_each
 from support.helpers import NO_NATIVE, bits, gradient, native
 from support.plain_coders import (

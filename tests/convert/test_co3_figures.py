@@ -13,10 +13,10 @@ import pytest
 from scipy import integrate, optimize
 
 from gradwire.compress import huffman
-from gradwire.float_formats import PRESETS, Format
 from gradwire.inspection.code_lengths import symbol_masses
 from gradwire.inspection.goodness import CentredGenNorm
 from gradwire.models import gennorm_cells, gennorm_moments
+from gradwire.small_float_formats import PRESETS, Format
 from support.cases import for_each
 
 FP4, FP8 = PRESETS["fp4"], PRESETS["fp8"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire import SpecError, kernels
 from gradwire.convert.minifloat import values
-from gradwire.float_formats import PRESETS, SPECIALS, Format, parse_format
+from gradwire.small_float_formats import PRESETS, SPECIALS, Format, parse_format
 from support.cases import for_each
 from support.plain_coders import FORMAT_NAMES
 from support.plain_decoder import FORMATS, plain_magnitudes

@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from gradwire import compress
-from gradwire.float_formats import PRESETS
 from gradwire.inspection import code_lengths, goodness
 from gradwire.inspection.goodness import CentredGenNorm
+from gradwire.small_float_formats import PRESETS
 from support.cases import for_each
 
 BETAS = [0.1, 0.15, 0.3, 0.7, 1.0, 1.5, 2.0, 4.0]

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from gradwire import FrameError
 from gradwire.compress import huffman
 from gradwire.errors import SpecError
-from gradwire.float_formats import PRESETS, Format, parse_format
 from gradwire.kernels import reference
 from gradwire.models.integer_frequencies import normalize
+from gradwire.small_float_formats import PRESETS, Format, parse_format
 from support.cases import for_each
 from support.helpers import bits, gradient, native
 

@@ -16,9 +16,9 @@ from scipy import integrate, special, stats
 
 from gradwire import FrameError, kernels
 from gradwire.convert import minifloat
-from gradwire.float_formats import PRESETS, parse_format
 from gradwire.models import gennorm_cells, gennorm_moments, gennorm_tables, histogram
 from gradwire.models.integer_frequencies import normalize
+from gradwire.small_float_formats import PRESETS, parse_format
 from support.cases import for_each
 from support.plain_coders import plain_gammas, plain_normalize
 

@@ -5,11 +5,11 @@ import pytest
 
 from gradwire import compress, models
 from gradwire.errors import FrameError
-from gradwire.float_formats import parse_format
 from gradwire.frame.byte_fields import Reader
 from gradwire.models.integer_frequencies import normalize
 from gradwire.models.probability_model import ProbabilityModel
 from gradwire.models.symbol_statistics import Alphabet, GenNormFit, SymbolStatistics
+from gradwire.small_float_formats import parse_format
 
 
 class Geometric(ProbabilityModel):

@@ -11,7 +11,7 @@ from gradwire.convert.ecq import DEFAULT_RATE, Ecq
 from gradwire.convert.level_numbers import PRECISIONS
 from gradwire.convert.minifloat import Minifloat
 from gradwire.errors import SpecError
-from gradwire.float_formats import parse_format
+from gradwire.small_float_formats import parse_format
 
 DITHERED_RATE = 1.5  # bits an entry; from here on the error of stochastic rounding is smaller than the tensor
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gradwire.codecs import Codec
 from gradwire.convert.conversion import Converter
 from gradwire.errors import SpecError, unknown_name
-from gradwire.float_formats import parse_format
+from gradwire.small_float_formats import parse_format
 
 Values = dict[str, str | float]
 Parser = Callable[[str], str | float]

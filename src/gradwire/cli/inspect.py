@@ -18,9 +18,9 @@ from rich.progress import Progress
 from typer import Option
 
 from gradwire.errors import GradwireError
-from gradwire.float_formats import parse_format
 from gradwire.frame import headers
 from gradwire.inspection import frames, plot, tables, tensor_files, tensors
+from gradwire.small_float_formats import parse_format
 
 BAR_AFTER = 2.0  # seconds until a progress bar is shown
 EPILOG = """

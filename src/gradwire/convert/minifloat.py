@@ -19,11 +19,11 @@ from gradwire import compress, kernels, models
 from gradwire.compress import rans
 from gradwire.convert.conversion import Conversion, Converter, NonFinite, combine, in_host_memory, limit_to
 from gradwire.errors import FrameError
-from gradwire.float_formats import PRESETS, SPECIALS, Format
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
 from gradwire.frame.headers import MINIFLOAT, SEGMENTED, Header
 from gradwire.models import gennorm_moments, gennorm_tables
 from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
+from gradwire.small_float_formats import PRESETS, SPECIALS, Format
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried

@@ -11,10 +11,10 @@ import numpy as np
 
 from gradwire import compress
 from gradwire.compress import huffman
-from gradwire.float_formats import Format
 from gradwire.inspection import goodness
 from gradwire.models import gennorm_cells, histogram
 from gradwire.models.integer_frequencies import bits_per_symbol, normalize
+from gradwire.small_float_formats import Format
 
 MASS = 1 << 40  # masses become integer counts before the coder's own normalization
 

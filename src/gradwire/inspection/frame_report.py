@@ -9,9 +9,9 @@ from typing import Any
 from gradwire import compress
 from gradwire.compress import rans
 from gradwire.errors import FrameError
-from gradwire.float_formats import Format
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
+from gradwire.small_float_formats import Format
 
 
 @dataclass

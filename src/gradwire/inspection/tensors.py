@@ -10,8 +10,8 @@ import torch
 
 from gradwire import kernels
 from gradwire.catalogue.parse_recipe import codec
-from gradwire.float_formats import Format, parse_format
 from gradwire.inspection import code_lengths, frames, goodness
+from gradwire.small_float_formats import Format, parse_format
 
 HUGE = 1 << 24  # entries; of larger tensors an even sample stands for the whole
 SIZES = ("fp4", "fp8", "e2m1", "e4m3")

@@ -7,13 +7,13 @@ from functools import lru_cache
 import numpy as np
 
 from gradwire.errors import FrameError
-from gradwire.float_formats import Format
 from gradwire.frame.byte_fields import Reader
 from gradwire.models.gennorm_moments import GRID
 from gradwire.models.gennorm_tables import counts, has_table
 from gradwire.models.integer_frequencies import normalize
 from gradwire.models.probability_model import ProbabilityModel
 from gradwire.models.symbol_statistics import AnyAlphabet, SymbolStatistics
+from gradwire.small_float_formats import Format
 
 
 class GenNorm(ProbabilityModel):

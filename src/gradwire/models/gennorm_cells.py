@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from gradwire.float_formats import Format
 from gradwire.models.gennorm_moments import mean_square, partial_moments
+from gradwire.small_float_formats import Format
 
 MASS_BITS = 16  # integer masses add up to 2^16
 

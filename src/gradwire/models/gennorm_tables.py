@@ -12,9 +12,9 @@ from importlib import resources
 
 import numpy as np
 
-from gradwire.float_formats import PRESETS, Format
 from gradwire.models.gennorm_cells import MASS_BITS, best_step
 from gradwire.models.gennorm_moments import BETAS, mean_abs
+from gradwire.small_float_formats import PRESETS, Format
 
 ZERO_STEPS = 256  # the zero mass travels as one byte, z/256
 

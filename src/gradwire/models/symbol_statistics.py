@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.float_formats import Format
+from gradwire.small_float_formats import Format
 
 
 @dataclass(frozen=True)

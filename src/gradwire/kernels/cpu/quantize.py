@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from gradwire import _native
-from gradwire.float_formats import Format
 from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, as_seed, flat_fp32
 from gradwire.kernels.reference.coders import chunk_size
 from gradwire.kernels.reference.quantize import RUN, SAMPLE, SAMPLE_RUNS
+from gradwire.small_float_formats import Format
 
 __all__ = ["absmax", "moments", "quantize", "quantize_rans", "sample", "squared_errors", "to_symbols"]
 

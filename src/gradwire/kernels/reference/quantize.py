@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.float_formats import Format
 from gradwire.kernels.reference.generator import mix, uniform
+from gradwire.small_float_formats import Format
 
 __all__ = [
     "FLOAT_MAX", "SAMPLE", "absmax", "compensate", "dequantize", "histogram", "moments", "quantize", "quantize_rans",
