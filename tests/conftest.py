@@ -41,6 +41,11 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+# They wait for processes of their own; test_ddp.py stands for all scenarios with ranks, which one worker runs.
+LONGEST = ["test_flower_deployment.py", "test_ddp.py", "test_train.py", "test_federated.py", "test_examples.py",
+           "test_every_recipe.py", "test_triton_rows.py"]  # fmt: skip
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the thorough tests")
     parser.addoption("--rest", action="store_true", help="run only what --quick leaves out")
@@ -66,7 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if wanted else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+    items[:] = sorted(kept, key=starting_place)
+
+
+def starting_place(item: pytest.Item) -> int:
+    """What takes longest comes first, so that two workers end at the same time."""
+    file = item.path.name
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
 
 def is_thorough(item: pytest.Item) -> bool:
@@ -92,6 +103,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     @functools.cache
     def text(path: str) -> str:
         return (config.rootpath / path).read_text()
+
+    config.option.loadscopereorder = False  # what takes longest has been put first
 
     class SharedTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -72,7 +72,7 @@ def workers_of(process: subprocess.Popen[str]) -> dict[int, int]:
     return workers
 
 
-def wait_for(condition: Any, seconds: float = 60) -> Any:
+def wait_for(condition: Any, seconds: float = 180) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
