@@ -43,6 +43,16 @@ LONG = ("--steps", "100000", "--batch-size", "2")  # a run that must be stopped 
 # ── a whole run ──
 
 
+def test_a_short_run_on_two_workers(tmp_path: Path) -> None:
+    result = run("--codec", "co3", "--steps", "3", "--json", str(tmp_path / "figures.json"))
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "figures.json").read_text())
+    [figures_of_run] = summary["runs"]
+    assert (summary["workers"], figures_of_run["codec"], figures_of_run["steps"]) == (2, "co3", 3)
+    assert 0 < figures_of_run["frame_bytes"] < figures_of_run["dense_bytes"] / 4
+
+
+@pytest.mark.thorough
 def test_two_codecs_one_after_the_other(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     result = run("--codec", "none", "--codec", "co3", "--epochs", "4", "--json", str(path))
@@ -380,6 +390,7 @@ def test_the_table_fits_a_narrow_terminal(
         assert text in shown
 
 
+@pytest.mark.thorough
 def test_importing_gradwire_needs_no_command_line_libraries() -> None:
     code = "import sys, gradwire; sys.exit(any(name in sys.modules for name in ('typer', 'rich', 'gradwire.cli')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
