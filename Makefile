@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Tests start many processes, and without bytecode each of them would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
 # Python compiles what is imported, which is a small part of what is installed.
 PIP    := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 NATIVE := $(wildcard native/* src/gradwire/aggregator/packet/*.h) CMakeLists.txt
