@@ -1,0 +1,71 @@
+"""The programs in sources/, each loaded once for each device, and whether a device can run them at all."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from importlib import resources
+
+import torch
+
+from gradwire.errors import GradwireError
+from gradwire.gpu.launcher import Backend, CudaDriver, Kernel
+
+OLDEST = (7, 0)  # compute capability: lanes of a warp that vote by mask came with Volta
+_INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
+_backend: Backend = CudaDriver()
+
+
+def use_backend(backend: Backend) -> Backend:
+    """Run all programs by another backend from now on, and return the one before; for tests."""
+    global _backend
+    before, _backend = _backend, backend
+    kernel.cache_clear()
+    _program.cache_clear()
+    can_run.cache_clear()
+    return before
+
+
+@functools.cache
+def kernel(program: str, name: str, device: torch.device) -> Kernel:
+    """Return a kernel of the program sources/<program>.cu."""
+    return _backend.kernel(_program(program, device), name, device)
+
+
+@functools.cache
+def _program(name: str, device: torch.device) -> object:
+    return _backend.load(source_of(name), f"{name}.cu", device)
+
+
+def source_of(program: str) -> str:
+    """Return the source of a program, with what it includes in place of the includes."""
+    folder, seen = resources.files(__package__).joinpath("sources"), set()
+
+    def text_of(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        return _INCLUDE.sub(lambda match: text_of(match[1]), folder.joinpath(file).read_text())
+
+    return text_of(f"{program}.cu")
+
+
+@functools.cache
+def can_run(device: torch.device) -> bool:
+    """Tell whether this device can run the programs; if a GPU cannot, one warning says why."""
+    if not isinstance(_backend, CudaDriver):
+        return True
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:
+            raise GradwireError(f"compute capability {capability[0]}.{capability[1]} is older than 7.0")
+        kernel("probe", "probe", device)
+    except (GradwireError, OSError) as error:
+        warnings.warn(
+            f"gradwire codes gradients of {device} on the CPU, which is slower: {error}", RuntimeWarning, stacklevel=2
+        )
+        return False
+    return True
