@@ -124,7 +124,7 @@ class Minifloat(Converter):
         sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
         fitted = self.fit(conversion, sample)
         step = fitted.step if fitted else 1.0
-        side = _pack_format(self.format) + bfloat16(step)
+        side = pack_format(self.format) + bfloat16(step)
         if fitted is None:  # all entries are zero
             if conversion.memory_out is not None:
                 conversion.memory_out.zero_()
@@ -213,7 +213,7 @@ class Minifloat(Converter):
     def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Encode several small tensors, each with its own step; their symbols are coded together."""
         conversion.require_finite()  # all of it, before the memory of the first segment changes
-        side = bytearray(_pack_format(self.format) + varint(len(conversion.segments)))
+        side = bytearray(pack_format(self.format) + varint(len(conversion.segments)))
         pieces, fits, position = [], [], 0
         for length in conversion.segments:
             part = conversion.slice(position, position + length)
@@ -243,7 +243,8 @@ def write(out: torch.Tensor, *parts: bytes) -> int:
     return position
 
 
-def _pack_format(fmt: Format) -> bytes:
+def pack_format(fmt: Format) -> bytes:
+    """Return the bytes of a float format: the number of a preset, or all fields of another one."""
     for number, preset in enumerate(PRESETS.values()):
         if preset == fmt:
             return bytes([number])

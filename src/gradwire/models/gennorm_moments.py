@@ -30,20 +30,20 @@ def moment_ratio(beta: float) -> float:
     return mean_abs(beta) ** 2 / mean_square(beta)
 
 
-_RATIOS = np.array([moment_ratio(b) for b in BETAS])
+RATIOS = np.array([moment_ratio(b) for b in BETAS])
 
 
 def fit(mean_abs_x: float, mean_square_x: float) -> tuple[float, float]:
     """Return (β, α) of the GenNorm with these moments, with β limited to the range of the grid."""
     ratio = mean_abs_x / mean_square_x * mean_abs_x  # in this order, tiny squares do not underflow
-    beta = float(np.exp(np.interp(ratio, _RATIOS, np.log(BETAS))))
+    beta = float(np.exp(np.interp(ratio, RATIOS, np.log(BETAS))))
     return beta, mean_abs_x / mean_abs(beta)
 
 
 def nearest_index(mean_abs_x: float, mean_square_x: float) -> int:
     """Return the index into BETAS of the β that has these moments most nearly."""
     ratio = mean_abs_x / mean_square_x * mean_abs_x
-    position = float(np.interp(ratio, _RATIOS, np.arange(GRID)))
+    position = float(np.interp(ratio, RATIOS, np.arange(GRID)))
     return round(position)
 
 

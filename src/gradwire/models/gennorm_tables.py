@@ -38,6 +38,11 @@ def step_over_mean(fmt: Format, index: int) -> float:
     return best_step(fmt, beta) / mean_abs(beta)
 
 
+def masses(fmt: Format) -> np.ndarray:
+    """Return the shipped masses of a preset: for each β of the grid those of zero and of the magnitudes above it."""
+    return _shipped()[f"{fmt}_masses"]
+
+
 @lru_cache(maxsize=1024)
 def counts(fmt: Format, index: int, zero_mass: int) -> np.ndarray:
     """Return integer counts of all symbols for the β of this index and a share of exact zeros of `zero_mass`/256."""

@@ -1,0 +1,101 @@
+"""Messages of frames, made on the device: whole buckets in some ten launches, whatever the number of tensors.
+
+Fit, step, table and sizes stay on the device; the host learns the length of the message when it is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.convert.conversion import Converter
+from gradwire.gpu import programs
+from gradwire.gpu.families import Family, FrameTask
+from gradwire.gpu.layout import DTYPES, MessageLayout
+from gradwire.gpu.minifloat import MinifloatFamily
+from gradwire.gpu.structures import NONFINITE, STATUS
+from gradwire.gpu.workspace import Workspace
+
+FAMILIES: tuple[Family, ...] = (MinifloatFamily(),)
+
+
+def family_of(converter: Converter) -> Family | None:
+    """Return the family whose kernels do what this converter does, if there is one."""
+    return next((family for family in FAMILIES if family.takes(converter)), None)
+
+
+def can_encode(converter: Converter, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether tensors of this dtype become frames of this converter on this device."""
+    return dtype in DTYPES and family_of(converter) is not None and programs.can_run(device)
+
+
+@dataclass
+class Encoded:
+    """A message that is being made; `wait` returns when it is there."""
+
+    layout: MessageLayout
+    event: torch.cuda.Event | None
+
+    def wait(self) -> int | None:
+        """Return the length of the message, or None if the host has to encode it: it holds a NaN or an infinity."""
+        if self.event is not None:
+            self.event.synchronize()
+        status = self.layout.status.numpy().view(STATUS)[0]
+        return None if int(status["bits"]) else int(status["length"])
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether a gradient holds a NaN or an infinity; known after `wait`."""
+        return bool(int(self.layout.status.numpy().view(STATUS)[0]["bits"]) & NONFINITE)
+
+
+class MessageEncoder:
+    """Encodes the messages of one device, one after the other, on the current stream of the calling thread.
+
+    A message's result has to be waited for before the next message of the same layout is encoded.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.workspace = device, Workspace(device)
+        self._layouts: dict[tuple[object, ...], MessageLayout] = {}
+        self._formats: dict[int, int] = {}
+        self._kept: dict[int, tuple[Converter, torch.Tensor]] = {}
+
+    def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> Encoded:
+        """Write the frames of these tasks to the front of `out`, one after the other, and update their memories."""
+        families = [self._family(task.converter) for task in tasks]
+        key = tuple(
+            (id(task.converter), task.shape, task.dtype, tuple(t.gradient.numel() for t in task.tensors))
+            for task in tasks
+        )
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = MessageLayout(tasks, families, self.workspace, self._formats)
+        layout.prepare(tasks, families, out)
+        for family, batch in layout.batches.items():
+            family.convert(batch)
+        self._launch("choose", len(layout.streams), 256, layout)
+        self._launch("encode_chunks", -(-len(layout.chunks) // 4), 128, layout)
+        self._launch("lay_out", 1, 256, layout)
+        self._launch("place_chunks", len(layout.chunks), 128, layout)
+        self._launch("place_pieces", len(layout.pieces), 128, layout)
+        layout.fetch_status()
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+        return Encoded(layout, event)
+
+    def _launch(self, name: str, blocks: int, threads: int, layout: MessageLayout) -> None:
+        programs.kernel("coding", name, self.device)(blocks, threads, layout.on_job)
+
+    def _family(self, converter: Converter) -> Family:
+        family = family_of(converter)
+        assert family is not None, "the caller has asked can_encode"
+        if id(converter) not in self._formats:
+            record = torch.from_numpy(family.format(converter).copy()).to(self.device)
+            self._kept[id(converter)] = converter, record  # so that no other converter gets this id
+            self._formats[id(converter)] = record.data_ptr()
+        return family

@@ -1,0 +1,126 @@
+"""What a family of converters tells the encoder of a message: which pieces its frames have, and its launches.
+
+To bring another family to the GPU, write a file with a `Family` here and sources/<family>.cu, and list it in
+`FAMILIES` of encoder.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gradwire.convert.conversion import Converter
+from gradwire.gpu import programs
+from gradwire.gpu.launcher import Arguments
+
+RAW, RANS = 0, 3
+GENNORM, HISTOGRAM = 1, 2  # bits of the models that may be used
+
+
+@dataclass
+class TensorTask:
+    """One tensor on its way into a frame; all tensors are contiguous and on the device."""
+
+    gradient: torch.Tensor
+    before: torch.Tensor | None = None  # its error memory, fp32
+    after: torch.Tensor | None = None  # where the new one goes
+
+
+@dataclass
+class FrameTask:
+    """One frame: a tensor, or several small ones laid end to end."""
+
+    converter: Converter
+    tensors: Sequence[TensorTask]
+    shape: tuple[int, ...]
+    decay: float = 1.0
+    seed: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors, which is that of the frame."""
+        return self.tensors[0].gradient.dtype
+
+    @property
+    def count(self) -> int:
+        """The number of entries of all tensors."""
+        return sum(t.gradient.numel() for t in self.tensors)
+
+
+@dataclass
+class StreamPlan:
+    """Symbols that are coded together: all those of the frame, in order, unless the family says otherwise."""
+
+    alphabet: int
+    zero: int  # the symbol whose frequency is not sent
+    coder: int = RANS
+    models: int = HISTOGRAM
+    most: int | None = None  # the most symbols that it can have, if that is not the number of entries
+
+
+@dataclass
+class Bytes:
+    """A piece of a frame that is bytes: of a template, at whose `steps` tensors state their steps, or of a kernel.
+
+    A kernel's piece has room for `most` bytes; the kernel writes them and their number (`Piece.length`).
+    """
+
+    template: bytes = b""
+    steps: Sequence[int] = ()  # offsets in the template, one for each tensor
+    most: int = 0
+
+
+@dataclass
+class FramePieces:
+    """The pieces of a frame in their order. A number is the stream of that number, and ~number its length as varint."""
+
+    wire_id: int
+    flags: int
+    pieces: list[Bytes | int]
+    streams: list[StreamPlan]
+    own: list[int] = field(default_factory=list)  # bytes of scratch for each tensor
+
+
+class Batch:
+    """The tensors of one family in a message: what its kernels are launched for."""
+
+    def __init__(self, device: torch.device, job: torch.Tensor, parts: torch.Tensor, tiles: torch.Tensor, most: int):
+        self.device = device
+        self.part_count, self.tile_count = len(parts) // 8, len(tiles) // 8
+        self.most = most  # entries of the largest tensor
+        self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
+
+    def launch_parts(self, program: str, kernel: str, threads: int = 256) -> None:
+        """Start a kernel with one block for each part of the tensors' samples."""
+        programs.kernel(program, kernel, self.device)(self.part_count, threads, self.on_parts)
+
+    def launch_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
+        """Start a kernel with one block for each tile of the tensors."""
+        programs.kernel(program, kernel, self.device)(self.tile_count, threads, self.on_tiles)
+
+
+class Family(ABC):
+    """Converters that share their kernels."""
+
+    @abstractmethod
+    def takes(self, converter: Converter) -> bool:
+        """Tell whether there are kernels for this converter."""
+
+    @abstractmethod
+    def pieces(self, task: FrameTask) -> FramePieces:
+        """Return what frames of this task consist of. It depends on the converter, the shapes and the dtype alone."""
+
+    @abstractmethod
+    def format(self, converter: Converter) -> np.ndarray:
+        """Return what the kernels have to know about the converter, as bytes."""
+
+    @abstractmethod
+    def convert(self, batch: Batch) -> None:
+        """Launch the kernels that write symbols, their counts, the bytes of pieces and the new error memory."""
+
+
+Launch = Callable[[], None]

@@ -1,0 +1,238 @@
+"""The description of a message that its kernels read: tensors, streams, frames and who works on what, on the device.
+
+It depends on converters, shapes and dtypes, which stay the same from step to step. What changes in each step are the
+addresses of gradients and memories, decays and seeds: these are the first part, which is copied anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gradwire.frame import headers
+from gradwire.frame.byte_fields import varint
+from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask
+from gradwire.gpu.launcher import Arguments
+from gradwire.gpu.structures import (
+    BYTES, FIT, FRAME, JOB, LENGTH, PART, SAMPLE, STATUS, STREAM, STREAM_, SYMBOLS, TENSOR, TILE, WHERE,
+)  # fmt: skip
+from gradwire.gpu.workspace import Workspace, host_bytes
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MOST_RAW_BITS = 8  # of a symbol: what bounds the number of chunks
+BITS_PER_CHUNK = 2048 * 64  # as in sources/coding.cu
+SMALLEST_CHUNK = 2048 * 64  # entries, by the limit on rows
+
+
+def _aligned(size: int, to: int = 16) -> int:
+    return -(-size // to) * to
+
+
+class _Blob:
+    """Bytes that are laid out on the host and copied to the device as one."""
+
+    def __init__(self) -> None:
+        self.size, self._parts = 0, []
+
+    def add(self, array: np.ndarray) -> int:
+        offset = self.size
+        self._parts.append((offset, array))
+        self.size = _aligned(offset + array.nbytes, 64)
+        return offset
+
+    def write_to(self, buffer: torch.Tensor) -> None:
+        view = buffer.numpy()
+        for offset, array in self._parts:
+            view[offset : offset + array.nbytes] = array.view(np.uint8).reshape(-1)
+
+
+class MessageLayout:
+    """One kind of message on one device, for any number of steps."""
+
+    def __init__(
+        self, tasks: Sequence[FrameTask], families: Sequence[Family], workspace: Workspace, formats: dict[int, int]
+    ):
+        self.workspace, self.device = workspace, workspace.device
+        self._formats = formats
+        self._describe(tasks, families)
+        self._version = -1
+
+    # ── what stays ──
+
+    def _describe(self, tasks: Sequence[FrameTask], families: Sequence[Family]) -> None:
+        pieces = [family.pieces(task) for task, family in zip(tasks, families, strict=True)]
+        tensor_count = sum(len(task.tensors) for task in tasks)
+        self.tensors = np.zeros(tensor_count, TENSOR)
+        self.frames = np.zeros(len(tasks), FRAME)
+        self.streams = np.zeros(sum(len(p.streams) for p in pieces), STREAM_)
+        self._templates: list[tuple[int, int, Bytes]] = []  # (frame, piece, what it is)
+        self._places: dict[Family, list[int]] = {}
+        where_pieces: list[tuple[int, int]] = []
+        tensor = stream = symbol = part = tile = 0
+        self._own: list[int] = []
+        for i, (task, family, description) in enumerate(zip(tasks, families, pieces, strict=True)):
+            self._describe_frame(i, task, description, stream)
+            where_pieces += [(i, k) for k in range(-1, len(description.pieces))]
+            first_tensor, first_symbol = tensor, symbol
+            for k, t in enumerate(task.tensors):
+                row, count = self.tensors[tensor], t.gradient.numel()
+                row["count"], row["first"], row["frame"], row["stream"] = count, symbol, i, stream
+                row["dtype"], row["parts"] = DTYPES[task.dtype], -(-min(count, SAMPLE) // PART)
+                row["tiles"], row["first_part"], row["first_tile"] = -(-count // TILE), part, tile
+                self._own.append(description.own[k] if description.own else 0)
+                self._places.setdefault(family, []).append(tensor)
+                part, tile = part + int(row["parts"]), tile + int(row["tiles"])
+                tensor, symbol = tensor + 1, symbol + count
+            symbol = _aligned(symbol)
+            for plan in description.streams:
+                row = self.streams[stream]
+                row["count"] = task.count if plan.most is None else plan.most
+                row["alphabet"], row["zero"], row["coder"], row["models"] = (
+                    plan.alphabet, plan.zero, plan.coder, plan.models,
+                )  # fmt: skip
+                row["first_tensor"], row["tensors"] = first_tensor, len(task.tensors)
+                row["symbols"] = first_symbol  # an offset as yet
+                row["most_chunks"] = int(row["count"]) * MOST_RAW_BITS // BITS_PER_CHUNK + 1
+                stream += 1
+        self.symbol_count, self.part_count, self.tile_count = symbol, part, tile
+        self.chunks = _pairs(self.streams["most_chunks"])
+        self.pieces = np.array(where_pieces, dtype=WHERE)
+
+    def _describe_frame(self, i: int, task: FrameTask, description: FramePieces, first_stream: int) -> None:
+        row = self.frames[i]
+        kind, tensor = description.wire_id | description.flags << 4, DTYPES[task.dtype] | len(task.shape) << 4
+        row["start"] = np.frombuffer(headers.MAGIC + bytes([headers.VERSION, kind, tensor]), dtype=np.uint8)
+        shape = b"".join(varint(d) for d in task.shape)
+        row["shape_length"] = len(shape)
+        row["shape"][: len(shape)] = np.frombuffer(shape, dtype=np.uint8)
+        row["count"], row["pieces"] = task.count, len(description.pieces)
+        for k, piece in enumerate(description.pieces):
+            if isinstance(piece, Bytes):
+                row["piece"][k]["kind"], row["piece"][k]["length"] = BYTES, len(piece.template)
+                self._templates.append((i, k, piece))
+            else:
+                row["piece"][k]["kind"] = STREAM if piece >= 0 else LENGTH
+                row["piece"][k]["stream"] = first_stream + (piece if piece >= 0 else ~piece)
+
+    # ── what is on the device ──
+
+    def _place(self, tasks: Sequence[FrameTask], families: Sequence[Family]) -> None:
+        """Lay everything out on the device; again whenever the workspace has grown."""
+        space = self.workspace
+        room_of = {
+            "symbols": self.symbol_count + 16,
+            "samples": 4 * int(sum(min(int(n), SAMPLE) + 16 for n in self.tensors["count"])),
+            "partial": 256 * self.part_count,
+            "tile_sums": 32 * self.tile_count,
+            "coded": int(sum(2 * _aligned(int(s["count"]), 64) + (2 * 64 + 256) * (int(s["most_chunks"]) + 1) for s in self.streams)),
+            "own": sum(_aligned(size, 256) for size in self._own) + 256,
+            "templates": sum(_aligned(max(len(b.template), b.most)) for _, _, b in self._templates) + 16,
+        }  # fmt: skip
+        at = {name: space.room(name, size).data_ptr() for name, size in room_of.items()}
+        self._version = space.version
+        sample = at["samples"]
+        own = at["own"]
+        for row, size, task_format in zip(self.tensors, self._own, self._formats_of(tasks), strict=True):
+            row["sample"], row["format"], row["own"] = sample, task_format, own
+            sample += 4 * _aligned(min(int(row["count"]), SAMPLE), 4)
+            own += _aligned(size, 256)
+        coded = _aligned(at["coded"])
+        blob = _Blob()
+        counts = blob.add(np.zeros(SYMBOLS * len(self.streams), np.uint64))
+        chunk_total = int(self.streams["most_chunks"].sum())
+        lengths, offsets = blob.add(np.zeros(chunk_total, np.uint32)), blob.add(np.zeros(chunk_total, np.uint64))
+        fits = blob.add(np.zeros(len(self.tensors), FIT))
+        template_at = [blob.add(np.frombuffer(b.template, np.uint8)) if b.template else -1 for _, _, b in self._templates]
+        frames, streams = self.frames.copy(), self.streams.copy()
+        frames_at, streams_at = blob.add(frames), blob.add(streams)
+        chunks_at, pieces_at = blob.add(self.chunks), blob.add(self.pieces)
+        lists = {family: (_pairs(self.tensors["parts"], rows), _pairs(self.tensors["tiles"], rows)) for family, rows in self._places.items()}
+        lists_at = {family: (blob.add(parts), blob.add(tiles)) for family, (parts, tiles) in lists.items()}
+        self._static = torch.empty(blob.size, dtype=torch.uint8, device=self.device)
+        base = self._static.data_ptr()
+        chunk = 0
+        for i, row in enumerate(streams):
+            row["symbols"] = at["symbols"] + int(self.streams[i]["symbols"])
+            row["counts"], row["coded"] = base + counts + 8 * SYMBOLS * i, coded
+            row["lengths"], row["offsets"] = base + lengths + 4 * chunk, base + offsets + 8 * chunk
+            row["format"] = self.tensors[int(row["first_tensor"])]["format"]
+            chunk += int(row["most_chunks"])
+            coded += 2 * _aligned(int(row["count"]), 64) + (2 * 64 + 256) * (int(row["most_chunks"]) + 1)
+        scratch = at["templates"]
+        for (frame, k, piece), offset in zip(self._templates, template_at, strict=True):
+            frames[frame]["piece"][k]["bytes"] = base + offset if offset >= 0 else scratch
+            if offset < 0:
+                scratch += _aligned(piece.most)
+            rows = np.flatnonzero(self.tensors["frame"] == frame)
+            for tensor, step in zip(rows, piece.steps, strict=False):
+                self.tensors[tensor]["step_at"] = base + offset + step
+        host = host_bytes(blob.size, torch.device("cpu"))
+        blob.write_to(host)
+        self._static.copy_(host)
+        # What is copied for every message: status, tensors, and the job itself.
+        dynamic = _Blob()
+        self._status_at, self._tensors_at = dynamic.add(np.zeros(1, STATUS)), dynamic.add(self.tensors)
+        self.job = np.zeros(1, JOB)
+        self._job_at = dynamic.add(self.job)
+        self._dynamic = torch.zeros(dynamic.size, dtype=torch.uint8, device=self.device)
+        self._host = host_bytes(dynamic.size, self.device)
+        self.status = host_bytes(STATUS.itemsize, self.device)
+        start = self._dynamic.data_ptr()
+        values = {
+            "tensors": start + self._tensors_at, "fits": base + fits, "streams": base + streams_at,
+            "frames": base + frames_at, "chunks": base + chunks_at, "pieces": base + pieces_at,
+            "partial": at["partial"], "tile_sums": at["tile_sums"], "status": start + self._status_at,
+            "symbols": at["symbols"], "stream_count": len(streams), "frame_count": len(frames),
+            "chunk_count": len(self.chunks), "piece_count": len(self.pieces),
+        }  # fmt: skip
+        for name, value in values.items():
+            self.job[0][name] = value
+        job = self._dynamic[self._job_at :]
+        self.on_job = Arguments(job)
+        self.batches = {}
+        for family, (parts, tiles) in lists_at.items():
+            of_parts, of_tiles = lists[family]
+            self.batches[family] = Batch(
+                self.device, job, self._static[parts : parts + of_parts.nbytes],
+                self._static[tiles : tiles + of_tiles.nbytes], int(self.tensors["count"][self._places[family]].max()),
+            )  # fmt: skip
+
+    def _formats_of(self, tasks: Sequence[FrameTask]) -> list[int]:
+        return [self._formats[id(task.converter)] for task in tasks for _ in task.tensors]
+
+    # ── each step ──
+
+    def prepare(self, tasks: Sequence[FrameTask], families: Sequence[Family], out: torch.Tensor) -> None:
+        """Tell the device where the tensors of this step are, and where the message goes."""
+        if self._version != self.workspace.version:
+            self._place(tasks, families)
+        rows = [
+            (t.gradient.data_ptr(), t.before.data_ptr() if t.before is not None else 0,
+             t.after.data_ptr() if t.after is not None else 0, task.decay, task.seed & 0xFFFFFFFFFFFFFFFF)
+            for task in tasks for t in task.tensors
+        ]  # fmt: skip
+        for name, column in zip(("gradient", "before", "after", "decay", "seed"), zip(*rows, strict=True), strict=True):
+            self.tensors[name] = column
+        self.job["out"], self.job["room"] = out.data_ptr(), out.numel()
+        view = self._host.numpy()
+        view[self._status_at : self._status_at + STATUS.itemsize] = 0
+        view[self._tensors_at : self._tensors_at + self.tensors.nbytes] = self.tensors.view(np.uint8)
+        view[self._job_at : self._job_at + JOB.itemsize] = self.job.view(np.uint8)
+        self._dynamic.copy_(self._host, non_blocking=True)
+
+    def fetch_status(self) -> None:
+        """Copy the status to the host's memory; it is there when the stream has come so far."""
+        self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
+
+
+def _pairs(counts: np.ndarray, rows: Sequence[int] | None = None) -> np.ndarray:
+    """Return (row, 0), (row, 1) … (row, counts[row] − 1) of each row, one after the other."""
+    rows_array = np.arange(len(counts)) if rows is None else np.asarray(rows)
+    repeats = np.asarray(counts)[rows_array]
+    pairs = np.zeros(int(repeats.sum()), WHERE)
+    pairs["item"] = np.repeat(rows_array, repeats)
+    starts = np.repeat(np.cumsum(repeats) - repeats, repeats)
+    pairs["index"] = np.arange(len(pairs)) - starts
+    return pairs

@@ -1,0 +1,43 @@
+"""The structures of sources/jobs.h as numpy lays them out: what the host writes for kernels, and reads of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+SYMBOLS, MOST_HEAD, PIECES = 256, 640, 6
+BYTES, STREAM, LENGTH = range(3)  # kinds of pieces
+NONFINITE, UNUSUAL = 1, 2  # bits of a status
+PART, TILE, SAMPLE = 4096, 8192, 65536  # entries of a part of a sample, of a tile, and of a sample at most
+
+
+def _structure(**fields: object) -> np.dtype:
+    return np.dtype(list(fields.items()), align=True)
+
+
+TENSOR = _structure(
+    gradient="u8", before="u8", after="u8", step_at="u8", sample="u8", format="u8", count="i8", first="i8", seed="u8",
+    own="u8", decay="f4", dtype="i4", frame="i4", stream="i4", parts="i4", tiles="i4", first_part="i4", first_tile="i4",
+)  # fmt: skip
+FIT = _structure(
+    nonzero="u8", mean_abs="f8", step="f4", inverse="f4", beta="i4", zero_mass="i4", sampled="i4", closer="i4",
+    parts_done="u4", tiles_done="u4",
+)  # fmt: skip
+STREAM_ = _structure(
+    symbols="u8", counts="u8", coded="u8", lengths="u8", offsets="u8", format="u8", count="i8", alphabet="i4",
+    zero="i4", coder="i4", models="i4", first_tensor="i4", tensors="i4", most_chunks="i4", used_coder="i4", model="i4",
+    precision="i4", lane_bits="i4", chunks="i4", head_length="i4", chunk_size="i8", length="u8", data="u8",
+    reciprocal=("u4", SYMBOLS), packed=("u4", SYMBOLS), head=("u1", MOST_HEAD),
+)  # fmt: skip
+PIECE = _structure(kind="i4", stream="i4", bytes="u8", length="u8", offset="u8")
+FRAME = _structure(
+    start=("u1", 5), shape_length="u1", shape=("u1", 114), count="i8", pieces="i4", crc="u4", offset="u8", length="u8",
+    places="u4", placed="u4", piece=(PIECE, PIECES),
+)  # fmt: skip
+STATUS = _structure(length="u8", bits="u4", spare="u4")
+WHERE = _structure(item="i4", index="i4")
+JOB = _structure(
+    tensors="u8", fits="u8", streams="u8", frames="u8", chunks="u8", pieces="u8", partial="u8", tile_sums="u8",
+    status="u8", out="u8", room="u8", symbols="u8", stream_count="i4", frame_count="i4", chunk_count="i4",
+    piece_count="i4",
+)  # fmt: skip
+ALL = (TENSOR, FIT, STREAM_, PIECE, FRAME, STATUS, WHERE, JOB)
