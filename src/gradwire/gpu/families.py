@@ -7,7 +7,7 @@ To bring another family to the GPU, write a file with a `Family` here and source
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,6 +106,8 @@ class Batch:
 class Family(ABC):
     """Converters that share their kernels."""
 
+    combines = ("decoding", "combine")  # program and kernel that make the mean of the frames of all ranks
+
     @abstractmethod
     def takes(self, converter: Converter) -> bool:
         """Tell whether there are kernels for this converter."""
@@ -122,5 +124,3 @@ class Family(ABC):
     def convert(self, batch: Batch) -> None:
         """Launch the kernels that write symbols, their counts, the bytes of pieces and the new error memory."""
 
-
-Launch = Callable[[], None]

@@ -26,11 +26,11 @@ BITS_PER_CHUNK = 2048 * 64  # as in sources/coding.cu
 SMALLEST_CHUNK = 2048 * 64  # entries, by the limit on rows
 
 
-def _aligned(size: int, to: int = 16) -> int:
+def aligned(size: int, to: int = 16) -> int:
     return -(-size // to) * to
 
 
-class _Blob:
+class Blob:
     """Bytes that are laid out on the host and copied to the device as one."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Blob:
     def add(self, array: np.ndarray) -> int:
         offset = self.size
         self._parts.append((offset, array))
-        self.size = _aligned(offset + array.nbytes, 64)
+        self.size = aligned(offset + array.nbytes, 64)
         return offset
 
     def write_to(self, buffer: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class MessageLayout:
                 self._places.setdefault(family, []).append(tensor)
                 part, tile = part + int(row["parts"]), tile + int(row["tiles"])
                 tensor, symbol = tensor + 1, symbol + count
-            symbol = _aligned(symbol)
+            symbol = aligned(symbol)
             for plan in description.streams:
                 row = self.streams[stream]
                 row["count"] = task.count if plan.most is None else plan.most
@@ -97,7 +97,7 @@ class MessageLayout:
                 row["most_chunks"] = int(row["count"]) * MOST_RAW_BITS // BITS_PER_CHUNK + 1
                 stream += 1
         self.symbol_count, self.part_count, self.tile_count = symbol, part, tile
-        self.chunks = _pairs(self.streams["most_chunks"])
+        self.chunks = pairs(self.streams["most_chunks"])
         self.pieces = np.array(where_pieces, dtype=WHERE)
 
     def _describe_frame(self, i: int, task: FrameTask, description: FramePieces, first_stream: int) -> None:
@@ -126,9 +126,9 @@ class MessageLayout:
             "samples": 4 * int(sum(min(int(n), SAMPLE) + 16 for n in self.tensors["count"])),
             "partial": 256 * self.part_count,
             "tile_sums": 32 * self.tile_count,
-            "coded": int(sum(2 * _aligned(int(s["count"]), 64) + (2 * 64 + 256) * (int(s["most_chunks"]) + 1) for s in self.streams)),
-            "own": sum(_aligned(size, 256) for size in self._own) + 256,
-            "templates": sum(_aligned(max(len(b.template), b.most)) for _, _, b in self._templates) + 16,
+            "coded": int(sum(2 * aligned(int(s["count"]), 64) + (2 * 64 + 256) * (int(s["most_chunks"]) + 1) for s in self.streams)),
+            "own": sum(aligned(size, 256) for size in self._own) + 256,
+            "templates": sum(aligned(max(len(b.template), b.most)) for _, _, b in self._templates) + 16,
         }  # fmt: skip
         at = {name: space.room(name, size).data_ptr() for name, size in room_of.items()}
         self._version = space.version
@@ -136,10 +136,10 @@ class MessageLayout:
         own = at["own"]
         for row, size, task_format in zip(self.tensors, self._own, self._formats_of(tasks), strict=True):
             row["sample"], row["format"], row["own"] = sample, task_format, own
-            sample += 4 * _aligned(min(int(row["count"]), SAMPLE), 4)
-            own += _aligned(size, 256)
-        coded = _aligned(at["coded"])
-        blob = _Blob()
+            sample += 4 * aligned(min(int(row["count"]), SAMPLE), 4)
+            own += aligned(size, 256)
+        coded = aligned(at["coded"])
+        blob = Blob()
         counts = blob.add(np.zeros(SYMBOLS * len(self.streams), np.uint64))
         chunk_total = int(self.streams["most_chunks"].sum())
         lengths, offsets = blob.add(np.zeros(chunk_total, np.uint32)), blob.add(np.zeros(chunk_total, np.uint64))
@@ -148,7 +148,7 @@ class MessageLayout:
         frames, streams = self.frames.copy(), self.streams.copy()
         frames_at, streams_at = blob.add(frames), blob.add(streams)
         chunks_at, pieces_at = blob.add(self.chunks), blob.add(self.pieces)
-        lists = {family: (_pairs(self.tensors["parts"], rows), _pairs(self.tensors["tiles"], rows)) for family, rows in self._places.items()}
+        lists = {family: (pairs(self.tensors["parts"], rows), pairs(self.tensors["tiles"], rows)) for family, rows in self._places.items()}
         lists_at = {family: (blob.add(parts), blob.add(tiles)) for family, (parts, tiles) in lists.items()}
         self._static = torch.empty(blob.size, dtype=torch.uint8, device=self.device)
         base = self._static.data_ptr()
@@ -159,12 +159,12 @@ class MessageLayout:
             row["lengths"], row["offsets"] = base + lengths + 4 * chunk, base + offsets + 8 * chunk
             row["format"] = self.tensors[int(row["first_tensor"])]["format"]
             chunk += int(row["most_chunks"])
-            coded += 2 * _aligned(int(row["count"]), 64) + (2 * 64 + 256) * (int(row["most_chunks"]) + 1)
+            coded += 2 * aligned(int(row["count"]), 64) + (2 * 64 + 256) * (int(row["most_chunks"]) + 1)
         scratch = at["templates"]
         for (frame, k, piece), offset in zip(self._templates, template_at, strict=True):
             frames[frame]["piece"][k]["bytes"] = base + offset if offset >= 0 else scratch
             if offset < 0:
-                scratch += _aligned(piece.most)
+                scratch += aligned(piece.most)
             rows = np.flatnonzero(self.tensors["frame"] == frame)
             for tensor, step in zip(rows, piece.steps, strict=False):
                 self.tensors[tensor]["step_at"] = base + offset + step
@@ -172,7 +172,7 @@ class MessageLayout:
         blob.write_to(host)
         self._static.copy_(host)
         # What is copied for every message: status, tensors, and the job itself.
-        dynamic = _Blob()
+        dynamic = Blob()
         self._status_at, self._tensors_at = dynamic.add(np.zeros(1, STATUS)), dynamic.add(self.tensors)
         self.job = np.zeros(1, JOB)
         self._job_at = dynamic.add(self.job)
@@ -227,7 +227,7 @@ class MessageLayout:
         self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
 
 
-def _pairs(counts: np.ndarray, rows: Sequence[int] | None = None) -> np.ndarray:
+def pairs(counts: np.ndarray, rows: Sequence[int] | None = None) -> np.ndarray:
     """Return (row, 0), (row, 1) … (row, counts[row] − 1) of each row, one after the other."""
     rows_array = np.arange(len(counts)) if rows is None else np.asarray(rows)
     repeats = np.asarray(counts)[rows_array]

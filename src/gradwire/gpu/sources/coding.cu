@@ -1,5 +1,5 @@
 // Streams of symbols to bytes: the choice of model and precision, rANS, and the frames around it.
-#include "common.h"
+#include "frequencies.h"
 
 const int kBetas = 128;
 const u32 kLow = 1u << 14;
@@ -9,52 +9,6 @@ const double kBitsPerLane = 2048;
 const i64 kMostRows = 2048;
 const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
 const int kMasses = 2 * kBetas * 8 + 32;            // bytes in front of the masses, see minifloat.cu
-
-// ── frequencies that add up to 2^precision ────────────────────────────────────────────────────────
-
-// By all threads of a block of 256, one symbol each. As docs/wire-format.md says.
-__device__ void normalize(const u64* counts, u32* frequencies, int alphabet, int precision) {
-    __shared__ u64 remainder[kSymbols];
-    __shared__ u64 total;
-    __shared__ i64 missing;
-    int s = threadIdx.x;
-    u64 all;
-    block_scan(s < alphabet ? counts[s] : 0, &all);
-    if (!s) total = all;
-    __syncthreads();
-    u64 count = s < alphabet ? counts[s] : 0, scaled = count << precision, floor = scaled / total;
-    u32 f = count ? (floor ? u32(floor) : 1u) : 0u;
-    // One is added, so that 0 stands for those that are left out.
-    remainder[s] = count && floor ? scaled % total + 1 : 0;
-    u64 sum;
-    block_scan(f, &sum);
-    if (!s) missing = (i64(1) << precision) - i64(sum);
-    __syncthreads();
-    if (missing > 0) {
-        // The rank among the remainders, the first of equals first.
-        int rank = 0;
-        u64 mine = remainder[s];
-        for (int j = 0; j < alphabet; j++) rank += remainder[j] > mine || (remainder[j] == mine && j < s);
-        if (s < alphabet && rank < missing) f++;
-    }
-    frequencies[s] = f;
-    __syncthreads();
-    for (i64 k = missing; k < 0; k++) {  // 1 is taken from the largest, the first of equals
-        if (s < 32) {
-            u32 best = 0;
-            int at = 0;
-            for (int j = s; j < alphabet; j += 32)
-                if (frequencies[j] > best) best = frequencies[j], at = j;
-            for (int by = 16; by; by >>= 1) {
-                u32 other = __shfl_xor_sync(~0u, best, by);
-                int other_at = __shfl_xor_sync(~0u, at, by);
-                if (other > best || (other == best && other_at < at)) best = other, at = other_at;
-            }
-            if (!s) frequencies[at]--;
-        }
-        __syncthreads();
-    }
-}
 
 __device__ __forceinline__ int gamma_bits(u32 f) { return 2 * (32 - __clz(int(f + 1))) - 1; }
 
@@ -291,12 +245,19 @@ extern "C" __global__ void __launch_bounds__(128) encode_chunks(Job* job) {
                 uint2 t0 = table[mine[k + lane]], t1 = table[mine[k + 32 + lane]];
                 u32 f0 = (t0.y & 16383) + 1, f1 = (t1.y & 16383) + 1;
                 u32 limit0 = f0 << (22 - precision), limit1 = f1 << (22 - precision);
-                for (int pass = 0; pass <= twice; pass++) {
-                    bool full0 = has0 && x0 >= limit0, full1 = has1 && x1 >= limit1;
-                    u32 vote0 = __ballot_sync(~0u, full0), vote1 = __ballot_sync(~0u, full1);
-                    int count0 = __popc(vote0);
-                    if (full0) p[__popc(vote0 & below)] = u8(x0), x0 >>= 8;
-                    if (full1) p[count0 + __popc(vote1 & below)] = u8(x1), x1 >>= 8;
+                // Both passes at once: a lane that emits twice does so whatever the others do.
+                bool once0 = has0 && x0 >= limit0, once1 = has1 && x1 >= limit1;
+                u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
+                int count0 = __popc(vote0), both = count0 + __popc(vote1);
+                if (once0) p[__popc(vote0 & below)] = u8(x0), x0 >>= 8;
+                if (once1) p[count0 + __popc(vote1 & below)] = u8(x1), x1 >>= 8;
+                p += both;
+                if (twice) {
+                    bool twice0 = once0 && x0 >= limit0, twice1 = once1 && x1 >= limit1;
+                    vote0 = __ballot_sync(~0u, twice0), vote1 = __ballot_sync(~0u, twice1);
+                    count0 = __popc(vote0);
+                    if (twice0) p[__popc(vote0 & below)] = u8(x0), x0 >>= 8;
+                    if (twice1) p[count0 + __popc(vote1 & below)] = u8(x1), x1 >>= 8;
                     p += count0 + __popc(vote1);
                 }
                 u32 q0 = __umulhi(2 * x0, t0.x) >> (t0.y >> 28), q1 = __umulhi(2 * x1, t1.x) >> (t1.y >> 28);

@@ -1,0 +1,224 @@
+"""The mean of the frames of all ranks, made on the device: headers, tables and checksums are read there too.
+
+Whatever is unusual (a stored frame, a Huffman code, a damaged byte) makes the whole message one for the host, whose
+decoder knows every frame and says what is wrong with a bad one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire.convert.conversion import Converter
+from gradwire.gpu import programs
+from gradwire.gpu.encoder import family_of
+from gradwire.gpu.families import Family
+from gradwire.gpu.launcher import Arguments
+from gradwire.gpu.layout import DTYPES, Blob, aligned, pairs
+from gradwire.gpu.structures import (
+    ARRIVAL, COMBINED, DECODE_JOB, FORMAT_TABLE, MESSAGE, SLOTS, SOURCE, STATUS, TARGET,
+)  # fmt: skip
+from gradwire.gpu.workspace import Workspace, host_bytes
+from gradwire.models import gennorm_tables
+from gradwire.small_float_formats import PRESETS
+
+BLOCK_ENTRIES = 1 << 17  # entries of a frame for each block that decodes it: some four chunks
+
+
+@dataclass
+class FrameTarget:
+    """What one frame of every rank is about: the tensors, in the order of its segments, that get the mean."""
+
+    converter: Converter
+    tensors: Sequence[torch.Tensor]
+
+
+@dataclass
+class Decoded:
+    """A mean that is being made; `wait` returns when it is there."""
+
+    status: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> bool:
+        """Return whether the mean is there; if not, the host has to decode the messages."""
+        if self.event is not None:
+            self.event.synchronize()
+        return not int(self.status.numpy().view(STATUS)[0]["bits"])
+
+
+class MessageDecoder:
+    """Averages messages of one device, one after the other, on the current stream of the calling thread.
+
+    A result has to be waited for before the next one of the same layout is begun.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.workspace = device, Workspace(device)
+        self._layouts: dict[tuple[object, ...], _DecodeLayout] = {}
+
+    def average(
+        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
+        weight: float,
+    ) -> Decoded:  # fmt: skip
+        """Write weight · (sum over all messages, in their order) to the tensors.
+
+        `present` has a flag for each tensor of all frames, for each message: whether the message carries it.
+        """
+        families = [family_of(frame.converter) for frame in frames]
+        flags = tuple(map(tuple, present))
+        key = (flags, *((id(f.converter), f.tensors[0].dtype, tuple(t.numel() for t in f.tensors)) for f in frames))
+        layout = self._layouts.get(key)
+        if layout is None:
+            assert all(family is not None for family in families), "the caller has asked can_encode"
+            layout = self._layouts[key] = _DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
+        layout.prepare(frames, messages, weight)
+        layout.launch()
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+        return Decoded(layout.status, event)
+
+
+class _DecodeLayout:
+    """One kind of exchange on one device, for any number of steps."""
+
+    def __init__(
+        self, frames: Sequence[FrameTarget], families: Sequence[Family], present: tuple[tuple[bool, ...], ...],
+        workspace: Workspace,
+    ):  # fmt: skip
+        self.workspace, self.device, self.ranks = workspace, workspace.device, len(present)
+        self._version = -1
+        self._kept = [frame.converter for frame in frames]  # so that no other converter gets its id
+        partial = not all(map(all, present))
+        sizes = [t.numel() for frame in frames for t in frame.tensors]
+        self.targets = np.zeros(len(sizes), TARGET)
+        self.targets["count"] = sizes
+        sources = np.zeros((len(sizes), self.ranks), SOURCE)
+        sources["arrival"] = -1
+        arrivals: list[dict[str, int]] = []
+        self._of_family: dict[Family, list[int]] = {}
+        for rank in range(self.ranks):
+            index = target = 0
+            for frame, family in zip(frames, families, strict=True):
+                first = segment = 0
+                for tensor in frame.tensors:
+                    if present[rank][target]:
+                        sources[target][rank] = (len(arrivals), segment, first)
+                        first, segment = first + tensor.numel(), segment + 1
+                    target += 1
+                if segment:
+                    arrivals.append({
+                        "count": first, "message": rank, "index": index, "segments": segment,
+                        "codec": frame.converter.wire_id, "dtype": DTYPES[frame.tensors[0].dtype],
+                    })  # fmt: skip
+                    index += 1
+        target = 0
+        for frame, family in zip(frames, families, strict=True):
+            for tensor in frame.tensors:
+                self.targets[target]["dtype"] = DTYPES[tensor.dtype]
+                self.targets[target]["rounds"] = len(frame.tensors) > 1 and not partial
+                self._of_family.setdefault(family, []).append(target)
+                target += 1
+        self.sources = sources
+        self.arrivals = np.zeros(len(arrivals), ARRIVAL)
+        for row, values in zip(self.arrivals, arrivals, strict=True):
+            for name, value in values.items():
+                row[name] = value
+        most = max((a["count"] for a in arrivals), default=1)
+        self.blocks = max(1, min(-(-most // BLOCK_ENTRIES), 1024))
+
+    def _place(self) -> None:
+        counts = [int(n) for n in self.arrivals["count"]]
+        space = self.workspace
+        room = {
+            "arrived": sum(aligned(n, 256) for n in counts),
+            "offsets": sum(8 * (n // 64 + 2) for n in counts),
+            "tables": 4 * SLOTS * len(counts),
+            "steps": sum(4 * int(n) for n in self.arrivals["segments"]),
+        }
+        at = {name: space.room(name, size).data_ptr() for name, size in room.items()}
+        self._version = space.version
+        for row, count in zip(self.arrivals, counts, strict=True):
+            row["symbols"], row["offsets"], row["table"], row["steps"] = (
+                at["arrived"], at["offsets"], at["tables"], at["steps"],
+            )  # fmt: skip
+            at["arrived"] += aligned(count, 256)
+            at["offsets"] += 8 * (count // 64 + 2)
+            at["tables"] += 4 * SLOTS
+            at["steps"] += 4 * int(row["segments"])
+        tiles = -(-self.targets["count"] // COMBINED)
+        lists = {family: pairs(tiles, rows) for family, rows in self._of_family.items()}
+        static = Blob()
+        arrivals_at, sources_at = static.add(self.arrivals), static.add(self.sources)
+        lists_at = {family: static.add(where) for family, where in lists.items()}
+        self._static = torch.empty(static.size, dtype=torch.uint8, device=self.device)
+        host = host_bytes(static.size, torch.device("cpu"))
+        static.write_to(host)
+        self._static.copy_(host)
+        base = self._static.data_ptr()
+        self.targets["sources"] = base + sources_at + np.arange(len(self.targets)) * self.ranks * SOURCE.itemsize
+        self.messages, self.job = np.zeros(self.ranks, MESSAGE), np.zeros(1, DECODE_JOB)
+        dynamic = Blob()
+        self._status_at = dynamic.add(np.zeros(1, STATUS))
+        self._parts = [(dynamic.add(a), a) for a in (self.messages, self.targets, self.job)]
+        self._dynamic = torch.zeros(dynamic.size, dtype=torch.uint8, device=self.device)
+        self._host, self.status = host_bytes(dynamic.size, self.device), host_bytes(STATUS.itemsize, self.device)
+        start = self._dynamic.data_ptr()
+        self._formats = _format_tables(self.device)
+        values = {
+            "messages": start + self._parts[0][0], "arrivals": base + arrivals_at, "targets": start + self._parts[1][0],
+            "status": start + self._status_at, "formats": self._formats.data_ptr(), "message_count": self.ranks,
+            "arrival_count": len(self.arrivals), "target_count": len(self.targets),
+        }  # fmt: skip
+        for name, value in values.items():
+            self.job[0][name] = value
+        job = self._dynamic[self._parts[2][0] :]
+        self._on_job, self._on_blocks = Arguments(job), Arguments(job, self.blocks)
+        self._combines = [
+            (family, len(where), Arguments(job, self._static[at : at + where.nbytes]))
+            for (family, where), at in zip(lists.items(), lists_at.values(), strict=True)
+        ]
+
+    def prepare(self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float) -> None:
+        """Tell the device where the messages and the tensors of this step are."""
+        if self._version != self.workspace.version:
+            self._place()
+        self.messages["bytes"], self.messages["length"] = zip(*((m.data_ptr(), m.numel()) for m in messages), strict=True)
+        self.targets["out"] = [t.data_ptr() for frame in frames for t in frame.tensors]
+        self.job["weight"] = weight
+        view = self._host.numpy()
+        view[self._status_at : self._status_at + STATUS.itemsize] = 0
+        for at, array in self._parts:
+            view[at : at + array.nbytes] = array.view(np.uint8)
+        self._dynamic.copy_(self._host, non_blocking=True)
+
+    def launch(self) -> None:
+        """Parse, check, decode and average."""
+        self._start("parse", len(self.arrivals), 256, self._on_job)
+        self._start("check", len(self.arrivals) * self.blocks, 128, self._on_blocks)
+        self._start("decode_chunks", len(self.arrivals) * self.blocks, 128, self._on_blocks)
+        for family, blocks, arguments in self._combines:
+            program, kernel = family.combines
+            programs.kernel(program, kernel, self.device)(blocks, 256, arguments)
+        self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
+
+    def _start(self, name: str, blocks: int, threads: int, arguments: Arguments) -> None:
+        programs.kernel("decoding", name, self.device)(blocks, threads, arguments)
+
+
+@functools.cache
+def _format_tables(device: torch.device) -> torch.Tensor:
+    """Return levels and masses of the float formats, by their number on the wire."""
+    tables = np.zeros(len(PRESETS), FORMAT_TABLE)
+    for row, fmt in zip(tables, PRESETS.values(), strict=True):
+        row["alphabet"], row["zero"], row["magnitudes"] = fmt.symbols, fmt.zero_symbol, len(fmt.magnitudes)
+        row["levels"][: fmt.symbols] = fmt.levels
+        masses = gennorm_tables.masses(fmt)
+        row["masses"][:, : masses.shape[1]] = masses
+    return torch.from_numpy(tables.view(np.uint8).copy()).to(device)

@@ -1,0 +1,463 @@
+// Frames of all ranks to symbols: headers, tables, checksums and rANS. Whatever is unusual, or damaged, sets UNUSUAL in
+// the status, and the host decodes the message again and says what is wrong. Nothing is read or written out of bounds,
+// whatever a frame says.
+#include "arrivals.h"
+#include "crc.h"
+#include "frequencies.h"
+
+const int kBetas = 128, kFormats = 6;
+const u32 kLow = 1u << 14;
+
+struct FormatTable {      // of a float format; decoder.py makes it
+    int alphabet, zero, magnitudes, spare;
+    float levels[kSymbols];
+    u32 masses[kBetas * 128];
+};
+
+__device__ __forceinline__ void give_up(DecodeJob* job, Arrival& arrival) {
+    arrival.broken = 1;
+    atomicOr(&job->status->bits, u32(UNUSUAL));
+}
+
+// Finds the frame and reads its header; by one thread. The reader then stands at the payload.
+__device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) {
+    const Message& message = job->messages[arrival.message];
+    Reader reader = {message.bytes, 0, message.length, false};
+    u64 payload = 0, start = 0;
+    for (int i = 0; i <= arrival.index && !reader.bad; i++) {
+        start = reader.at;
+        reader.skip(4);
+        int rank = reader.byte() >> 4;
+        reader.skip(4);
+        payload = reader.varint();
+        u64 elements = 1;
+        for (int d = 0; d < rank; d++) elements *= reader.varint();
+        if (i == arrival.index && elements != u64(arrival.count)) reader.bad = true;
+        if (i < arrival.index) reader.skip(payload);
+    }
+    const u8* frame = message.bytes + start;
+    if (reader.bad || payload > reader.end - reader.at) {
+        reader.bad = true;
+        return reader;
+    }
+    reader.end = reader.at + payload;
+    u8 kind = frame[3];
+    *segmented = kind >> 4 == 2;
+    bool expected = frame[0] == 'G' && frame[1] == 'W' && frame[2] == 1 && (kind & 15) == arrival.codec &&
+                    (kind >> 4 == 0 || *segmented) && (frame[4] & 15) == arrival.dtype;
+    if (!expected || *segmented != (arrival.segments > 1)) reader.bad = true;
+    arrival.frame = frame;
+    arrival.length = reader.end - start;
+    return reader;
+}
+
+__device__ __forceinline__ bool read_step(Reader& reader, float* step) {
+    u32 bits = reader.byte();
+    bits |= u32(reader.byte()) << 8;
+    *step = __uint_as_float(bits << 16);
+    return *step >= 1.1754943508222875e-38f && *step <= 8.507059173023462e37f;
+}
+
+// A table of Elias-gamma codes, by one thread; the frequencies of all symbols but `implied`, which follows.
+__device__ void read_table(Reader& reader, u32* frequencies, int alphabet, int precision, int implied) {
+    u32 sum = 0, bit = 0, byte = 0;
+    int left = 0;
+    for (int s = 0; s < alphabet && !reader.bad; s++) {
+        if (s == implied) continue;
+        int zeros = 0;
+        u32 value = 0;
+        for (;;) {
+            if (!left) byte = reader.byte(), left = 8;
+            bit = byte & 1, byte >>= 1, left--;
+            if (bit || reader.bad || zeros > precision) break;
+            zeros++;
+        }
+        if (!bit || zeros > precision) reader.bad = true;
+        value = 1;
+        for (int k = 0; k < zeros && !reader.bad; k++) {
+            if (!left) byte = reader.byte(), left = 8;
+            value = value << 1 | (byte & 1), byte >>= 1, left--;
+        }
+        frequencies[s] = value - 1;
+        sum += value - 1;
+        if (sum > 1u << precision) reader.bad = true;
+    }
+    if (byte) reader.bad = true;  // padding is zeros
+    frequencies[implied] = (1u << precision) - sum;
+}
+
+// Reads how symbols are coded, and makes the table of slots; by all threads of a block of 256, the reader is shared.
+__device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, int alphabet, int zero, i64 count, const u32* masses) {
+    __shared__ u32 frequencies[kSymbols];
+    __shared__ u64 shaped[kSymbols];
+    __shared__ int coder, model, precision, beta, zero_mass;
+    int s = threadIdx.x;
+    frequencies[s] = 0;
+    __syncthreads();
+    if (!s) {
+        u8 byte = reader.byte();
+        coder = byte & 3, model = byte >> 2 & 3, precision = byte >> 4;
+        arrival.coder = coder;
+        arrival.alphabet = alphabet;
+        arrival.symbol_count = count;
+        if (coder == CONSTANT) {
+            arrival.constant = reader.byte();
+            if (byte != CONSTANT || arrival.constant >= alphabet || reader.at != reader.end) reader.bad = true;
+        } else if (coder == RAW) {
+            int width = 1;
+            while (1 << width < alphabet) width++;
+            arrival.precision = width;
+            arrival.data = reader.bytes + reader.at;
+            arrival.data_length = reader.end - reader.at;
+            arrival.chunk_size = 16384;
+            arrival.chunks = int((count + 16383) / 16384);
+            if (byte || arrival.data_length != (u64(count) * width + 7) / 8) reader.bad = true;
+        } else if (coder != RANS || precision < 8 || precision > 14 || 1 << precision < alphabet) {
+            reader.bad = true;
+        } else if (model == GENNORM && masses) {
+            beta = reader.byte(), zero_mass = reader.byte();
+            if (beta >= kBetas) reader.bad = true;
+        } else if (model == HISTOGRAM) {
+            read_table(reader, frequencies, alphabet, precision, zero);
+        } else {
+            reader.bad = true;
+        }
+    }
+    __syncthreads();
+    if (reader.bad || coder != RANS) return;
+    if (model == GENNORM) {
+        int off = s < zero ? zero - s : s - zero;
+        shaped[s] = s < alphabet ? u64(masses[beta * 128 + off]) * u64(256 - zero_mass) + (off ? 0 : u64(zero_mass) << 16) : 0;
+        __syncthreads();
+        normalize(shaped, frequencies, alphabet, precision);
+        __syncthreads();
+    }
+    // With up to 12 bits an entry says all: symbol, frequency − 1, place in the symbol's range. With more it is the symbol,
+    // and `levels` of the coder follow behind the slots.
+    u32 f = s < alphabet ? frequencies[s] : 0;
+    u64 all, start = block_scan(f, &all);
+    bool wide = precision > 12;
+    if (wide) arrival.table[(1 << precision) + s] = f ? (f - 1) | u32(start) << 14 : 0;
+    for (u32 k = 0; k < f; k++) arrival.table[start + k] = wide ? u32(s) : u32(s) | (f - 1) << 8 | k << 20;
+    if (s) return;
+    u8 byte = reader.byte();
+    u64 chunks = byte & 128 ? reader.varint() : 1;
+    i64 size = 0;
+    if ((byte & 127) > 6 || !chunks || chunks > u64(count) || (byte & 128 && chunks < 2)) reader.bad = true;
+    if (!reader.bad) {
+        size = ((count + i64(chunks) - 1) / i64(chunks) + 63) / 64 * 64;
+        if (size * (i64(chunks) - 1) >= count) reader.bad = true;
+    }
+    arrival.chunk_lengths = reader.bytes + reader.at;
+    reader.skip(4 * (chunks - 1));
+    arrival.precision = precision;
+    arrival.lane_bits = byte & 127;
+    arrival.chunks = int(chunks);
+    arrival.chunk_size = size;
+    arrival.data = reader.bytes + reader.at;
+    arrival.data_length = reader.end - reader.at;
+}
+
+__device__ __forceinline__ u32 little_endian(const u8* at) { return at[0] | at[1] << 8 | at[2] << 16 | u32(at[3]) << 24; }
+
+// Where the chunks begin; by a block of 256.
+__device__ void find_chunks(DecodeJob* job, Arrival& arrival, Reader& reader) {
+    __shared__ u64 before;
+    if (!threadIdx.x) before = 0;
+    __syncthreads();
+    int chunks = arrival.chunks;
+    for (int c = 0; c < chunks; c += blockDim.x) {
+        int mine = c + threadIdx.x;
+        u64 length = mine < chunks - 1 ? little_endian(arrival.chunk_lengths + 4 * i64(mine)) : 0, all;
+        u64 offset = block_scan(length, &all) + before;
+        if (mine < chunks) arrival.offsets[mine] = offset;
+        __syncthreads();
+        if (!threadIdx.x) before += all;
+        __syncthreads();
+    }
+    if (!threadIdx.x) {
+        arrival.offsets[chunks] = arrival.data_length;
+        if (before > arrival.data_length) reader.bad = true;
+    }
+    __syncthreads();
+}
+
+__device__ void parse_minifloat(DecodeJob* job, Arrival& arrival, Reader& reader) {
+    __shared__ const FormatTable* format;
+    if (!threadIdx.x) {
+        int number = reader.byte();
+        format = static_cast<const FormatTable*>(job->formats) + (number < kFormats ? number : 0);
+        if (number >= kFormats) reader.bad = true;
+        if (arrival.segments > 1 && reader.varint() != u64(arrival.segments)) reader.bad = true;
+        u64 sum = 0;
+        for (int k = 0; k < arrival.segments && !reader.bad; k++) {
+            if (arrival.segments > 1) sum += reader.varint();
+            if (!read_step(reader, arrival.steps + k)) reader.bad = true;
+        }
+        if (arrival.segments > 1 && sum != u64(arrival.count)) reader.bad = true;
+    }
+    __syncthreads();
+    if (reader.bad) return;
+    arrival.levels[threadIdx.x] = format->levels[threadIdx.x];
+    read_coding(job, arrival, reader, format->alphabet, format->zero, arrival.count, format->masses);
+}
+
+// One block of 256 threads for each frame of each rank.
+extern "C" __global__ void parse(DecodeJob* job) {
+    __shared__ Reader reader;
+    Arrival& arrival = job->arrivals[blockIdx.x];
+    if (!threadIdx.x) {
+        bool segmented;
+        arrival.chunks = 0, arrival.coder = -1, arrival.crc = 0, arrival.checked = 0, arrival.broken = 0;
+        reader = open_frame(job, arrival, &segmented);
+    }
+    __syncthreads();
+    if (!reader.bad && arrival.codec == 1) parse_minifloat(job, arrival, reader);
+    __syncthreads();
+    if (!reader.bad && arrival.coder == RANS) find_chunks(job, arrival, reader);
+    __syncthreads();
+    if (reader.bad && !threadIdx.x) {
+        arrival.chunks = 0, arrival.length = 0;
+        give_up(job, arrival);
+    }
+}
+
+// The checksums of all frames; blocks of 128 threads, as many for each frame as the grid has.
+extern "C" __global__ void check(DecodeJob* job, i64 blocks) {
+    const u64 range = 1 << 15;
+    Arrival& arrival = job->arrivals[blockIdx.x / blocks];
+    if (!arrival.length) return;
+    u64 body = arrival.length - 9, ranges = (body + range - 1) / range;
+    for (u64 r = blockIdx.x % blocks; r < ranges; r += u64(blocks)) {
+        u64 begin = r * range, end = begin + range < body ? begin + range : body;
+        u32 crc = block_crc(arrival.frame + 9 + begin, end - begin);
+        if (!threadIdx.x && crc) atomicXor(&arrival.crc, times_power(crc, body - end));
+    }
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&arrival.checked, 1u) != u32(blocks) - 1) return;
+    u32 crc = ~0u;
+    for (int k = 0; k < 5; k++) crc = crc_byte(crc, arrival.frame[k]);
+    crc = ~(times_power(crc, body) ^ atomicXor(&arrival.crc, 0u));
+    if (crc != little_endian(arrival.frame + 5)) give_up(job, arrival);
+}
+
+// ── rANS ──────────────────────────────────────────────────────────────────────────────────────────
+
+const int kWindow = 1024;  // bytes of a chunk that a warp holds: twice what it loads at a time
+
+// Decodes a chunk of 64 lanes; by a warp whose thread t has the lanes t and t + 32. Returns whether it was sound.
+__device__ bool decode_wide(const u32* table, int precision, const u8* begin, const u8* end, u8* symbols, i64 count, u8* window) {
+    int lane = threadIdx.x & 31;
+    u32 mask = (1u << precision) - 1, below = (1u << lane) - 1;
+    const u8 *s0 = begin + 3 * lane, *s1 = s0 + 96, *bottom = begin + 192;
+    u32 x0 = s0[0] | s0[1] << 8 | s0[2] << 16, x1 = s1[0] | s1[1] << 8 | s1[2] << 16;
+    if (__any_sync(~0u, x0 < kLow || x0 >> 22 || x1 < kLow || x1 >> 22)) return false;
+    // Blocks of 512 bytes at multiples of 16, by address; the window is a ring. One more block waits in registers.
+    u64 p = (u64)(end), stop = (u64)(bottom), floor = (u64)(begin) & ~u64(15);
+    u64 loaded = (p + 15) & ~u64(15);  // the lowest address in the window
+    uint4 next = make_uint4(0, 0, 0, 0);
+    auto fetch = [&](u64 top) {
+        u64 at = top - 512 + 16 * lane;
+        if (top >= floor + 512 || at >= floor) next = *reinterpret_cast<const uint4*>(at);
+    };
+    auto store = [&]() {
+        u64 at = loaded - 512 + 16 * lane;
+        __syncwarp();
+        *reinterpret_cast<uint4*>(window + (at & (kWindow - 1))) = next;
+        __syncwarp();
+        loaded -= 512;
+    };
+    fetch(loaded);
+    store();
+    fetch(loaded);
+    bool sound = true;
+    i64 rows = (count + 63) / 64;
+    for (i64 row = rows; row-- > 0;) {
+        if (p - loaded < 128) {
+            store();
+            fetch(loaded);
+        }
+        bool has0 = true, has1 = true;
+        if (row == rows - 1) has0 = row * 64 + lane < count, has1 = row * 64 + 32 + lane < count;
+        u32 e0 = table[x0 & mask], e1 = table[x1 & mask];
+        if (precision <= 12) {
+            if (has0) x0 = ((e0 >> 8 & 4095) + 1) * (x0 >> precision) + (e0 >> 20);
+            if (has1) x1 = ((e1 >> 8 & 4095) + 1) * (x1 >> precision) + (e1 >> 20);
+        } else {
+            u32 t0 = table[(1 << precision) + (e0 & 255)], t1 = table[(1 << precision) + (e1 & 255)];
+            if (has0) x0 = ((t0 & 16383) + 1) * (x0 >> precision) + (x0 & mask) - (t0 >> 14);
+            if (has1) x1 = ((t1 & 16383) + 1) * (x1 >> precision) + (x1 & mask) - (t1 >> 14);
+        }
+        if (has0) symbols[row * 64 + lane] = u8(e0);
+        if (has1) symbols[row * 64 + 32 + lane] = u8(e1);
+        // Lanes below 2^6 take two bytes, lanes below 2^14 one: how many is known before the first byte.
+        bool once0 = x0 < kLow, once1 = x1 < kLow;
+        u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
+        if (precision > 8) {
+            bool twice0 = x0 < 64, twice1 = x1 < 64;
+            u32 first0 = __ballot_sync(~0u, twice0), first1 = __ballot_sync(~0u, twice1);
+            int count0 = __popc(first0);
+            p -= count0 + __popc(first1);
+            if (twice0) x0 = x0 << 8 | window[(p + __popc(first0 & below)) & (kWindow - 1)];
+            if (twice1) x1 = x1 << 8 | window[(p + count0 + __popc(first1 & below)) & (kWindow - 1)];
+        }
+        int count0 = __popc(vote0);
+        p -= count0 + __popc(vote1);
+        if (once0) x0 = x0 << 8 | window[(p + __popc(vote0 & below)) & (kWindow - 1)];
+        if (once1) x1 = x1 << 8 | window[(p + count0 + __popc(vote1 & below)) & (kWindow - 1)];
+        if (p < stop) {  // it is damaged: what was read is of no use, and nothing more is
+            sound = false;
+            break;
+        }
+    }
+    return sound && p == stop && __all_sync(~0u, x0 == kLow && x1 == kLow);
+}
+
+// Decodes a chunk of up to 32 lanes.
+__device__ bool decode_narrow(const u32* table, int precision, int lanes, const u8* begin, const u8* end, u8* symbols, i64 count) {
+    int lane = threadIdx.x & 31;
+    u32 mask = (1u << precision) - 1, below = (1u << lane) - 1, x = kLow;
+    if (lane < lanes) x = begin[3 * lane] | begin[3 * lane + 1] << 8 | begin[3 * lane + 2] << 16;
+    if (__any_sync(~0u, x < kLow || x >> 22)) return false;
+    const u8 *p = end, *stop = begin + 3 * lanes;
+    for (i64 row = (count + lanes - 1) / lanes; row-- > 0;) {
+        i64 i = row * lanes + lane;
+        bool has = lane < lanes && i < count;
+        if (has) {
+            u32 e = table[x & mask];
+            if (precision <= 12) {
+                x = ((e >> 8 & 4095) + 1) * (x >> precision) + (e >> 20);
+            } else {
+                u32 t = table[(1 << precision) + (e & 255)];
+                x = ((t & 16383) + 1) * (x >> precision) + (x & mask) - (t >> 14);
+            }
+            symbols[i] = u8(e);
+        }
+        for (int pass = precision > 8 ? 0 : 1; pass < 2; pass++) {
+            bool takes = x < (pass ? kLow : 64u);
+            u32 vote = __ballot_sync(~0u, takes);
+            if (p - stop < __popc(vote)) return false;
+            p -= __popc(vote);
+            if (takes) x = x << 8 | p[__popc(vote & below)];
+        }
+    }
+    return p == stop && __all_sync(~0u, x == kLow);
+}
+
+// Blocks of 128 threads, a warp for each chunk; as many blocks for each frame as the grid has.
+extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, i64 blocks) {
+    __shared__ u32 table[4096];
+    __shared__ __attribute__((aligned(16))) u8 windows[4][kWindow];
+    Arrival& arrival = job->arrivals[blockIdx.x / blocks];
+    int first = int(blockIdx.x % blocks), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    i64 count = arrival.symbol_count;
+    if (arrival.coder == CONSTANT) {
+        for (i64 i = i64(first) * 128 + threadIdx.x; i < count; i += blocks * 128) arrival.symbols[i] = u8(arrival.constant);
+        return;
+    }
+    if (first * 4 >= arrival.chunks) return;
+    int precision = arrival.precision;
+    const u32* slots = arrival.table;
+    if (arrival.coder == RANS && precision <= 12) {
+        for (int k = threadIdx.x; k < 1 << precision; k += 128) table[k] = slots[k];
+        slots = table;
+    }
+    __syncthreads();
+    for (i64 c = i64(first) * 4 + warp; c < arrival.chunks; c += blocks * 4) {
+        i64 begin = c * arrival.chunk_size, left = count - begin;
+        i64 size = left < arrival.chunk_size ? left : arrival.chunk_size;
+        u8* symbols = arrival.symbols + begin;
+        bool sound;
+        if (arrival.coder == RAW) {
+            const u8* from = arrival.data + u64(begin) * precision / 8;
+            bool valid = true;
+            for (i64 i = lane; i < size; i += 32) {
+                u64 bit = u64(i) * precision;
+                u32 two = from[bit >> 3];
+                if ((bit & 7) + precision > 8) two |= u32(from[(bit >> 3) + 1]) << 8;
+                u32 symbol = two >> (bit & 7) & ((1u << precision) - 1);
+                valid &= symbol < u32(arrival.alphabet);
+                symbols[i] = u8(symbol < u32(arrival.alphabet) ? symbol : 0);
+            }
+            u64 bits = u64(count) * precision;
+            if (c == arrival.chunks - 1 && bits & 7) valid &= !(arrival.data[bits >> 3] >> (bits & 7));
+            sound = __all_sync(~0u, valid);
+        } else {
+            u64 from = arrival.offsets[c], to = c + 1 < arrival.chunks ? arrival.offsets[c + 1] : arrival.data_length;
+            int lanes = 1 << arrival.lane_bits;
+            sound = to >= from && to <= arrival.data_length && to - from >= u64(3 * lanes);
+            const u8 *start = arrival.data + from, *end = arrival.data + to;
+            if (sound)
+                sound = lanes == 64 ? decode_wide(slots, precision, start, end, symbols, size, windows[warp])
+                                    : decode_narrow(slots, precision, lanes, start, end, symbols, size);
+        }
+        if (!sound && !lane) give_up(job, arrival);
+    }
+}
+
+// ── the mean ──────────────────────────────────────────────────────────────────────────────────────
+
+__device__ __forceinline__ float rounded(float x, int dtype) {
+    return dtype == FP16 ? half_to_float(float_to_half(x)) : dtype == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
+}
+
+__device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
+    if (dtype == FP32) static_cast<float*>(out)[i] = x;
+    else static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
+}
+
+// The weighted sum of the values of all ranks, in rank order, of codecs whose symbols have one value each in a tensor.
+// One block of 256 threads for each tile of 4096 entries.
+extern "C" __global__ void __launch_bounds__(256) combine(DecodeJob* job, const Where* tiles) {
+    __shared__ float values[kSymbols];
+    const int each = 16, size = 256 * each;
+    Where where = tiles[blockIdx.x];
+    const Target& target = job->targets[where.item];
+    if (job->status->bits) return;
+    int dtype = target.dtype, tid = threadIdx.x;
+    float weight = job->weight;
+    i64 begin = i64(where.index) * size + i64(tid) * each;
+    int here = target.count - begin < each ? int(target.count - begin) : each;
+    float sum[each];
+    bool any = false;
+    for (int k = 0; k < each; k++) sum[k] = 0;
+    for (int rank = 0; rank < job->message_count; rank++) {
+        Source source = target.sources[rank];
+        if (source.arrival < 0) continue;
+        const Arrival& arrival = job->arrivals[source.arrival];
+        __syncthreads();
+        float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), dtype);
+        if (weight != 1.0f) value = __fmul_rn(value, weight);
+        values[tid] = target.rounds ? rounded(value, dtype) : value;
+        __syncthreads();
+        if (here <= 0) continue;
+        const u8* symbols = arrival.symbols + source.first + begin;
+        u8 mine[each];
+        if (here == each && !((u64)(symbols) & 15)) {
+            uint4 v = *reinterpret_cast<const uint4*>(symbols);
+            u32 words[4] = {v.x, v.y, v.z, v.w};
+            for (int k = 0; k < each; k++) mine[k] = u8(words[k >> 2] >> 8 * (k & 3));
+        } else {
+            for (int k = 0; k < each; k++) mine[k] = k < here ? symbols[k] : 0;
+        }
+        for (int k = 0; k < each; k++) {
+            float v = values[mine[k]];
+            sum[k] = rounded(any ? __fadd_rn(sum[k], v) : v, dtype);
+        }
+        any = true;
+    }
+    if (here <= 0) return;
+    if (dtype == FP32 && here == each && !((u64)(target.out) & 15)) {
+        float4* out = reinterpret_cast<float4*>(static_cast<float*>(target.out) + begin);
+        for (int k = 0; k < 4; k++) out[k] = make_float4(sum[4 * k], sum[4 * k + 1], sum[4 * k + 2], sum[4 * k + 3]);
+    } else {
+        for (int k = 0; k < here; k++) store(target.out, begin + k, sum[k], dtype);
+    }
+}
+
+// How large the structures are here, for the test that numpy lays them out alike.
+extern "C" __global__ void sizes(i64* out) {
+    const i64 all[] = {sizeof(Message), sizeof(Arrival), sizeof(Source), sizeof(Target), sizeof(DecodeJob), sizeof(FormatTable)};
+    for (int i = 0; i < 6; i++) out[i] = all[i];
+}
