@@ -52,8 +52,6 @@ class State(Gradients):
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
-        self._plain: list[torch.futures.Future[torch.Tensor]] = []
-        self._sent_along: dict[str, torch.Tensor] = {}  # error memories that go with plain gradients
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; the call for the last bucket of a step waits for all of them."""
@@ -62,9 +60,9 @@ class State(Gradients):
         try:
             if buffer.layout != torch.strided:
                 raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
-            named = [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
             if self.plain:
-                return self._reduce_plainly(bucket, named)
+                return self._reduce_plainly(bucket)
+            named = self._named(bucket)
             # If no rank has used a parameter, DDP does not write its mean back: momentum that was sent would be lost.
             unused = (
                 [name for name, gradient in named if present_tensors.is_zero(gradient)] if self._finds_unused else ()
@@ -78,32 +76,20 @@ class State(Gradients):
                 self._pending.clear()
         except BaseException as error:
             self._pending.clear()
-            self._plain.clear()
-            self.return_memories(self._sent_along)
-            self._sent_along = {}
             self.abandon_step(error)
             raise
         return future
 
-    def _reduce_plainly(
-        self, bucket: dist.GradBucket, named: list[tuple[str, torch.Tensor]]
-    ) -> torch.futures.Future[torch.Tensor]:
+    def _named(self, bucket: dist.GradBucket) -> list[tuple[str, torch.Tensor]]:
+        return [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+
+    def _reduce_plainly(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket as DDP does without a hook, and send along what is left in the error memories."""
-        memories = self.take_memories(name for name, _ in named)
-        self._sent_along.update(memories)
-        for name, gradient in named:
-            if name in memories:
-                gradient.add_(memories[name].to(gradient.device).view(gradient.shape))
+        if self.plain_step.has_memories:
+            self.plain_step.add_memories(self._named(bucket))
         future = allreduce_hook(self.given_group, bucket)
-        self._plain.append(future)
-        self.count_plain(bucket.buffer().nbytes)
+        self.started_plainly(future, bucket.buffer())
         if bucket.is_last():
-            under_way, self._plain = self._plain, []
-            self.link.wait_for(under_way)  # DDP would do so next, and raise errors that name nobody
-            sent = self._sent_along
-            if sent and not all(bool(future.value().isfinite().all()) for future in under_way):
-                self.return_memories(sent)  # a GradScaler will skip this step
-            self._sent_along = {}
             self.finish_plain_step()
         return future
 

@@ -2,6 +2,8 @@
 
 What counts is the time of whole training steps, as the user has them, and on the slowest rank. When it changes for
 good, because the link did, all are tried again. Ranks decide from the same figures, so they decide alike.
+
+A rank that is alone has nobody to send to: it stays with plain all-reduce, and tries nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Auto:
     agree: Agree
     exact_seconds: Callable[[], float]  # what plain all-reduce would take for its bytes alone
     target: float = DEFAULT_ERROR
+    alone: bool = False  # whether there is one rank only
     settled: bool = False
     trials: list[Trial] = field(default_factory=list)  # that are over
     _left: list[Trial] = field(default_factory=list)  # the first is under way
@@ -59,7 +62,10 @@ class Auto:
     _baseline: float | None = None
 
     def __post_init__(self) -> None:
-        self._try_all()
+        if self.alone:
+            self.settled = True
+        else:
+            self._try_all()
 
     def _try_all(self) -> None:
         self.settled = False
@@ -69,6 +75,8 @@ class Auto:
     @property
     def spec(self) -> str:
         """The spec to use in the next step."""
+        if self.alone:
+            return EXACT
         return self._best().spec if self.settled else self._left[0].spec
 
     @property
@@ -78,6 +86,8 @@ class Auto:
 
     def step_done(self, seconds: float, errors: Mapping[str, float]) -> None:
         """Learn from a step: its seconds, and the relative squared errors of the candidates if they were measured."""
+        if self.alone:
+            return
         self._times.append(seconds)
         if self.settled:
             self._watch()

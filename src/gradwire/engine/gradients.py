@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from gradwire.engine import auto
 from gradwire.engine.checks import check_dtypes, check_momentum, check_recipes
 from gradwire.engine.log import Monitor
 from gradwire.engine.options import HIERARCHICAL, Options
+from gradwire.engine.plain_step import PlainStep
 from gradwire.engine.tuner import Tuner
 from gradwire.errors import SpecError
 
@@ -66,6 +67,7 @@ class Gradients:
         self._link: Link | None = None
         self._exchange: GradientExchange | None = None
         self._tuner: Tuner | None = None
+        self._plain_step: PlainStep | None = None
         self._takeover: Takeover | None = None
         check_recipes(self.recipes, parameters is not None)
         if options.aggregator is not None and not self.recipes.any("sums"):
@@ -151,6 +153,7 @@ class Gradients:
         )
         is_open &= not self.recipes.sums_all
         self._tuner = Tuner(self._link, exchange, self._target_error, is_open)
+        self._plain_step = PlainStep(self._link, exchange)
         return exchange
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -171,13 +174,21 @@ class Gradients:
             rivals = self.tuner.rivals
             if rivals or (self._monitor is not None and self._monitor.due(self.steps + 1)):
                 self.probe.begin(rivals)
-        self.exchange.submit(key, tensors, missing)
+        if self._goes_directly:
+            self.plain_step.start(tensors, missing)
+        else:
+            self.exchange.submit(key, tensors, missing)
 
     def finish_step(self) -> set[str]:
         """Wait until all tensors are means; return the names of those that any rank has sent."""
-        touched = self.exchange.finish_step()
+        touched = self.plain_step.finish() if self._goes_directly else self.exchange.finish_step()
         self._step_done()
         return touched
+
+    @property
+    def _goes_directly(self) -> bool:
+        """Whether this step goes without the exchange thread; with hosts that share memories it does not."""
+        return self.plain and self.exchange.host is None
 
     def _step_done(self) -> None:
         errors, rival_errors = self.probe.take()
@@ -191,34 +202,31 @@ class Gradients:
         """Give up the step under way, because of an error: memories are as they were before it."""
         if self._exchange is not None:
             self._exchange.abandon_step(error)
+        if self._plain_step is not None:
+            self._plain_step.abandon()
 
-    # ── steps without compression, which the framework exchanges itself ──
+    # ── steps without compression ──
+
+    @property
+    def plain_step(self) -> PlainStep:
+        """The step under way, if it is `plain`."""
+        self.connect()
+        assert self._plain_step is not None
+        return self._plain_step
 
     @property
     def plain(self) -> bool:
         """Whether this step uses plain all-reduce: because it is the fastest here, or because it is being measured."""
         return self.tuner.plain
 
-    def take_memories(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Give up the error memories of these parameters, and return them: they are sent with plain gradients."""
-        self.exchange.follow_loss_scale()
-        taken = {name: self.memories.errors.forget(name) for name in names}
-        return {name: memory for name, memory in taken.items() if memory is not None}
-
-    def count_plain(self, size: int) -> None:
-        """Count bytes that the framework has all-reduced."""
-        self._dense_bytes += size
-        self.ledger.count_frame_bytes(size)
-        self.link.count_all_reduce(size)
-
-    def return_memories(self, memories: Mapping[str, torch.Tensor]) -> None:
-        """Take back error memories that were sent in vain, since the step failed or was not finite."""
-        for name, memory in memories.items():
-            self.memories.errors.replace(name, memory)
+    def started_plainly(self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Take note of a part of a plain step, which the framework all-reduces itself."""
+        self._dense_bytes += buffer.nbytes
+        self.plain_step.started(future, buffer)
 
     def finish_plain_step(self) -> None:
-        """End a step whose tensors the framework has averaged."""
-        self.exchange.coder.end_step()
+        """End a step whose tensors the framework averages itself."""
+        self.plain_step.finish()
         self._step_done()
 
     # ── what users see ──

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from gradwire.engine import auto
 from gradwire.engine.auto import Auto
 from gradwire.engine.cost_model import Load, Speed, all_reduce_s
 
+_log = logging.getLogger(__name__)
 STEPS_TO_LEARN = 3  # from which the cost model takes its figures
 CLEARLY = 0.9  # scatter-reduce compresses twice, so it has to be that much faster
 
@@ -26,12 +28,17 @@ class Tuner:
     def __init__(self, link: Link, exchange: GradientExchange, target: float | None, open_aggregate: bool):
         self.link, self.exchange = link, exchange
         self._recipes, self._ledger = exchange.coder.recipes, exchange.coder.ledger
-        self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target)
+        alone = link.world == 1
+        self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target, alone)
         self._aggregate = exchange.aggregate  # what every recipe begins with
         self._open_aggregate = open_aggregate and exchange.link.world > 2
-        self._speed = Speed.measure(link) if self.auto is not None or self._open_aggregate else None
+        measures = (self.auto is not None and not alone) or self._open_aggregate
+        self._speed = Speed.measure(link) if measures else None
         self._ended = 0.0  # when the last step did
         self._since: dict[str, float] = {"steps": self._ledger.steps}  # figures when the recipe was last changed
+        if self.plain:
+            self.use(auto.EXACT)
+            _log.info("auto: plain all-reduce, without a trial, since there is only one rank")
 
     @property
     def plain(self) -> bool:
@@ -51,10 +58,12 @@ class Tuner:
         if self._open_aggregate and self._ledger.steps - self._since["steps"] == STEPS_TO_LEARN:
             self._choose_aggregate()
         if self.auto is not None and seconds < now:  # not the first, before which there was none
-            before = self.auto.spec
+            before, was_settled = self.auto.spec, self.auto.settled
             self.auto.step_done(seconds, rival_errors)
             if self.auto.spec != before:
                 self.use(self.auto.spec)
+            if self.auto.settled and not was_settled and self.link.rank == 0:
+                _log.info("auto: %s is the fastest here", "plain all-reduce" if self.plain else self.auto.spec)
 
     def loaded(self) -> None:
         """Take note that the number of steps has changed, by a checkpoint."""

@@ -77,13 +77,17 @@ class GradientExchange:
 
         All ranks submit the same tensors under the same keys in the same order.
         """
-        if self._broken is not None:  # ranks are not in step, and Gloo ends the process when blocks of other sizes come
-            raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
+        self.check_in_step()
         ready = self._host_copies.mark_ready(tensors)
         self._tensors.declare_missing(missing)
         for i, parts in enumerate(self._messages_of(tensors)):
             self._thread.submit(functools.partial(self._message_job, (key, i), parts, ready))
             self.messages += 1
+
+    def check_in_step(self) -> None:
+        """Raise AggregateError if ranks are not in step: Gloo ends the process when blocks of other sizes come."""
+        if self._broken is not None:
+            raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
 
     def _messages_of(self, tensors: NamedTensors) -> Iterator[list[TensorPart]]:
         """Yield the parts of each message. Tensors that are added up on their way travel with their like alone."""
