@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
@@ -62,8 +63,9 @@ def train(task: Text, spec: str, seed: int, steps: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     rank, batch = dist.get_rank(), task.defaults.batch_size
     model = task.build_model()
+    mesh = init_device_mesh("cpu", (WORLD,))  # where a GPU is visible, fully_shard would take that
     for module in (model.embedding, model.memory, model.predict, model):
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
     gathers, reduces = Counted("all_gather"), Counted("reduce_scatter")
     for module in (model.embedding, model.memory, model.predict):
         module.set_custom_all_gather(gathers)

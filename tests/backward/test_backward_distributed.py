@@ -17,7 +17,7 @@ from gradwire.backward import convert, converted, forget, revert
 from gradwire.errors import GradwireError
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
-from support.ranks import Net, Tensors, attach, be_quiet, check_raises, digest, gathered, loss_of
+from support.ranks import Net, Tensors, attach, be_quiet, check_raises, cpu_mesh, digest, gathered, loss_of
 
 STEPS = 10
 K = 0.25
@@ -153,9 +153,9 @@ def local_sgd(rank: int) -> None:
 
 
 def sharded(**options: object) -> nn.Module:
-    model = make()
+    model, mesh = make(), cpu_mesh()
     for module in (model.big, model):
-        fully_shard(module, **options)
+        fully_shard(module, mesh=mesh, **options)
     return model
 
 

@@ -13,6 +13,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,11 +23,12 @@ import gradwire
 from gradwire.checkpoints.rank_states import mean as mean_of_states
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.frame import headers
+from gradwire.fsdp.fsdp2_internals import modules_of
 from gradwire.fsdp.shard_layout import ShardedShape, ShardLayout
 from support.cases import for_each
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
-from support.ranks import Net, Tensors, be_quiet, check_raises, digest, gathered, loss_of
+from support.ranks import Net, Tensors, be_quiet, check_raises, cpu_mesh, digest, gathered, loss_of
 
 WORLD = 4
 
@@ -37,7 +39,7 @@ WORLD = 4
 def sharded(mesh: DeviceMesh | None = None, **options: object) -> nn.Module:
     """Three wrapped modules; 70, 64 and 5 rows on four ranks: there are short parts, and an empty one."""
     torch.manual_seed(0)
-    model = Net()
+    model, mesh = Net(), mesh or cpu_mesh()
     for module in (model.first, model.big, model):
         fully_shard(module, mesh=mesh, **options)
     return model
@@ -143,7 +145,7 @@ def frames_are_all(rank: int) -> None:
     them, and large parameters have frames of their own."""
     torch.manual_seed(0)
     model = nn.Linear(512, 120)
-    fully_shard(model)
+    fully_shard(model, mesh=cpu_mesh())
     handle = gradwire.fsdp.attach(model, "co3")
     sent, start = [], handle._reduce_scatter.exchange.start
 
@@ -258,9 +260,9 @@ def used_twice(rank: int) -> None:
 
     torch.manual_seed(0)
     alone = Twice()
-    model = copy.deepcopy(alone)
-    fully_shard(model.shared)
-    fully_shard(model)
+    model, mesh = copy.deepcopy(alone), cpu_mesh()
+    fully_shard(model.shared, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     handle = gradwire.fsdp.attach(model, "co3:decay=1")
     calls, reduce, after = [], handle._reduce_scatter, handle.state_dict()
     handle._reduce_scatter = lambda key, *rest: (calls.append(key), reduce(key, *rest))
@@ -405,6 +407,39 @@ def attached_and_detached(rank: int) -> None:
         assert third.stats()["steps"] == 1
 
 
+def meshes_of_their_own(rank: int) -> None:
+    """Equal meshes with other process groups, as fully_shard makes them itself beside Gloo where it sees a GPU."""
+
+    def sharded_by(meshes: list[DeviceMesh]) -> nn.Module:
+        torch.manual_seed(0)
+        model = Net()
+        for module, mesh in zip((model.first, model.big, model), meshes, strict=True):
+            fully_shard(module, mesh=mesh)
+        return model
+
+    def on_all_ranks() -> DeviceMesh:
+        return DeviceMesh.from_group(dist.new_group(), "cpu")
+
+    def hybrid() -> DeviceMesh:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    for make in (on_all_ranks, hybrid):
+        one = make()
+        model, other = sharded_by([make() for _ in range(3)]), sharded_by([one] * 3)
+        assert len({id(module._group.mesh_info) for module in modules_of(model)}) == 3
+        handles = [gradwire.fsdp.attach(m, "co3") for m in (model, other)]
+        for step in range(2):
+            assert digest(backward(model, rank, step)) == digest(backward(other, rank, step))
+        states = [handle.state_dict()["memory"] for handle in handles]
+        assert digest(states[0]) == digest(states[1])
+        handles[0].detach()
+        assert digest(backward(model, rank, 0)) == digest(backward(sharded_by([one] * 3), rank, 0))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))["shard"]
+    for different in (pairs, hybrid()):
+        model = sharded_by([one if different is pairs else on_all_ranks(), different, different])
+        check_raises(GradwireError, "different meshes", lambda m=model: gradwire.fsdp.attach(m, "co3"))
+
+
 def unused_and_frozen(rank: int) -> None:
     """Of a module with an unused parameter FSDP2 does not say which one it is: it is not compressed in that step."""
     model, plain = sharded(), sharded()
@@ -479,8 +514,8 @@ def refusals(rank: int) -> None:
 
 SCENARIOS = [
     same_as_plain, other_sums, nothing_is_lost, frames_are_all, training, a_step_that_is_not_finite, accumulation,
-    used_twice, loss_scaling, hybrid, checkpoints, attached_and_detached, unused_and_frozen, ranks_that_disagree,
-    refusals,
+    used_twice, loss_scaling, hybrid, checkpoints, attached_and_detached, meshes_of_their_own, unused_and_frozen,
+    ranks_that_disagree, refusals,
 ]  # fmt: skip
 QUICK = {
     "same_as_plain",
@@ -488,6 +523,7 @@ QUICK = {
     "a_step_that_is_not_finite",
     "used_twice",
     "checkpoints",
+    "meshes_of_their_own",
     "ranks_that_disagree",
     "refusals",
 }

@@ -203,7 +203,16 @@ def in_group(
         return scenario(rank)
     finally:
         gc.collect()  # DDP models keep the group
+        forget_meshes()
         dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """torch gives sharded tensors an equal mesh that it has seen before, whose groups ended with another scenario."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def _serve(pipe: Connection) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -65,6 +66,11 @@ class Layers(nn.Module):
 def make_ddp(dtype: torch.dtype = torch.float32, cap: float = SMALL_BUCKETS) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(Net().to(dtype), bucket_cap_mb=cap)
+
+
+def cpu_mesh() -> DeviceMesh:
+    """A mesh of all ranks. Without one fully_shard takes a GPU where it sees one, which Gloo cannot serve."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def backward(model: DistributedDataParallel, rank: int, step: int, scale: float = 1.0) -> Tensors:

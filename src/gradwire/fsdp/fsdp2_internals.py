@@ -45,6 +45,17 @@ class ShardedModule:
         self._before: tuple[Any, Any] | None = None
 
     @property
+    def place(self) -> tuple[str, list[int], list[int]]:
+        """Where it is sharded: the device type, and the ranks of the shards and of the replicas.
+
+        Meshes that are equal may have groups of their own: fully_shard makes a mesh for every module if it is given
+        none, and beside Gloo, where a GPU is visible, each of them a new group.
+        """
+        groups = self.shard_group, self.replicas
+        shards, replicas = ([] if group is None else dist.get_process_group_ranks(group) for group in groups)
+        return self._group.mesh_info.mesh.device_type, shards, replicas
+
+    @property
     def sizes(self) -> dict[str, torch.Size]:
         """The sizes of whole parameters, by name."""
         return {name: p._orig_size for name, p in self._parameters}

@@ -194,7 +194,7 @@ def attach(
     for module in modules:
         for name in module.sizes:
             recipe_of_name(name, recipes)
-    if len({(module.shard_group, module.replicas) for module in modules}) > 1:
+    if any(module.place != modules[0].place for module in modules):
         raise GradwireError("the modules of this model are sharded over different meshes: one is needed")
     before = getattr(model, "_gradwire_fsdp", None)
     if before is not None:
