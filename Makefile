@@ -10,7 +10,7 @@ PIP    := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c cons
 NATIVE := $(wildcard native/* src/gradwire/aggregator/packet/*.h) CMakeLists.txt
 C_SOURCES := $(wildcard native/*.cpp native/*.h src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c)
 
-.PHONY: demo test test-all nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
+.PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
@@ -20,6 +20,10 @@ test: $(VENV)/.test        ## the quick tests, two at a time: every promise once
 
 test-all: test             ## the quick tests and then all others, in under eight minutes
 	$(BIN)/python -m pytest --rest -n 2
+
+# Without an index to install from: PYTHONPATH=src:tests python -m pytest --gpu; without pytest: python tests/gpu/run.py
+test-gpu: $(VENV)/.test    ## on a machine with a GPU: the tests that need one, and those that must not mind that it is there
+	$(BIN)/python -m pytest --gpu
 
 nightly: $(VENV)/.test     ## identical replicas after 200 steps: all recipes, both aggregations, 2 to 4 ranks; Flower's engines
 	$(BIN)/python tests/nightly_replicas.py

@@ -7,6 +7,7 @@ pytest --slow                   the slow ones too: tensors of more than 2³¹ en
 pytest -k name                  one test, or one scenario with ranks, by its name, of whichever tier
 pytest -k name --case text      of a loop over many cases, those whose names contain the text
 GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence is a failure
+pytest --gpu                    what a machine with a GPU should run: `make test-gpu`
 HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
 pytest -n 2                     two tests at a time
 
@@ -17,6 +18,10 @@ to the rest. Loops over many cases are one test, which lists every case that fai
 loops over combinations, the quick tier takes a diagonal, and the rest all others.
 
 Scenarios with ranks are in support/rank_pool.py.
+
+Tests that need a GPU are marked `@pytest.mark.gpu`, or lie in tests/gpu, and are skipped where there is none. `--gpu`
+runs them and all others whose way depends on whether torch sees a GPU. It needs torch, numpy and pytest alone: without
+an index to install from, files whose packages are missing are skipped. Without pytest, tests/gpu/run.py runs tests/gpu.
 """
 
 from __future__ import annotations
@@ -24,9 +29,11 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,14 +43,20 @@ from support.helpers import BACKENDS, use_backend
 from support.rank_pool import RankPool
 
 torch.set_num_threads(1)  # tensors are small here, and tests may run beside each other
-hypothesis.settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
-hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+with suppress(ImportError):  # tests that use it then fail, or are skipped with --gpu
+    import hypothesis
+
+    hypothesis.settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
+    hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 # They wait for processes of their own; test_ddp.py stands for all scenarios with ranks, which one worker runs.
 LONGEST = ["test_flower_deployment.py", "test_ddp.py", "test_train.py", "test_federated.py", "test_examples.py",
            "test_every_recipe.py", "test_triton_rows.py"]  # fmt: skip
+TESTS = Path(__file__).parent
+SEE_GPUS = ("gpu", "distributed", "fsdp", "backward")  # folders whose tests depend on whether torch sees a GPU
+REQUIRED = ("gradwire", "support", "torch", "numpy")  # what no test can do without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,27 +64,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="run only what --quick leaves out")
     parser.addoption("--case", default="", help="of loops over cases, run only those whose names contain this")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    parser.addoption("--gpu", action="store_true", help="run only what a machine with a GPU should run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: repeats a promise of the quick tier at length; --quick leaves it out")
     cases.wanted = config.getoption("--case")
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped where torch sees none")
     config.addinivalue_line("markers", "slow: needs much memory or time; runs only with --slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder == "gpu":  # not marked there, since those files do without pytest
+            item.add_marker(pytest.mark.gpu)
+        needs_gpu = item.get_closest_marker("gpu") is not None
+        if needs_gpu and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if is_thorough(item):
             wanted = not config.getoption("--quick")
         else:
             wanted = not config.getoption("--rest") or cases.is_split(item.function)
+        wanted &= not config.getoption("--gpu") or needs_gpu or folder in SEE_GPUS
         (kept if wanted else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(kept, key=starting_place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """With --gpu, skip files whose packages are not installed: elsewhere that is a failure."""
+    report = yield
+    if report.failed and collector.config.getoption("--gpu"):
+        missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr))
+        if missing and missing[1] not in REQUIRED:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: {missing[1]} is not installed")
+    return report
 
 
 def starting_place(item: pytest.Item) -> int:
