@@ -76,7 +76,7 @@ class MessageEncoder:
         layout.prepare(tasks, families, out)
         for family, batch in layout.batches.items():
             family.convert(batch)
-        self._launch("choose", len(layout.streams), 256, layout)
+        self._launch("choose", len(layout.streams), 32 if layout.streams["alphabet"].max() <= 32 else 256, layout)
         self._launch("encode_chunks", -(-len(layout.chunks) // 4), 128, layout)
         self._launch("lay_out", 1, 256, layout)
         self._launch("place_chunks", len(layout.chunks), 128, layout)

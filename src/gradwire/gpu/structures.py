@@ -7,7 +7,7 @@ import numpy as np
 SYMBOLS, MOST_HEAD, PIECES = 256, 640, 6
 BYTES, STREAM, LENGTH = range(3)  # kinds of pieces
 NONFINITE, UNUSUAL = 1, 2  # bits of a status
-PART, TILE, SAMPLE = 4096, 8192, 65536  # entries of a part of a sample, of a tile, and of a sample at most
+PART, TILE, SAMPLE = 1024, 8192, 65536  # entries of a part of a sample, of a tile, and of a sample at most
 
 
 def _structure(**fields: object) -> np.dtype:

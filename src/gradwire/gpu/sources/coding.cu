@@ -19,7 +19,7 @@ struct Choice {
     int model, precision;
 };
 
-// One block of 256 threads for each stream: the cheapest model and precision, the layout of lanes and chunks, the head.
+// One block for each stream, with a thread for each symbol (32 or 256 of them): the cheapest model and precision, the layout of lanes and chunks, the head.
 extern "C" __global__ void choose(Job* job) {
     __shared__ u64 counts[kSymbols], shaped[kSymbols];
     __shared__ u32 frequencies[kSymbols];
@@ -194,6 +194,29 @@ __device__ __forceinline__ u8* chunk_room(const Stream& stream, int chunk) {
 
 const int kRowsAhead = 8;  // rows of 64 symbols that are loaded at a time
 
+// One row of 64 lanes, of which a thread has two. A lane emits its low byte, or two bytes, if its state is too large.
+__device__ __forceinline__ void encode_row(uint2 t0, uint2 t1, bool has0, bool has1, int precision, u32 below, u32& x0, u32& x1, u8*& p) {
+    u32 f0 = (t0.y & 16383) + 1, f1 = (t1.y & 16383) + 1;
+    u32 limit0 = f0 << (22 - precision), limit1 = f1 << (22 - precision);
+    bool once0 = has0 && x0 >= limit0, once1 = has1 && x1 >= limit1;
+    u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
+    int count0 = __popc(vote0);
+    if (once0) store_byte(p + __popc(vote0 & below), x0 & 255), x0 >>= 8;
+    if (once1) store_byte(p + count0 + __popc(vote1 & below), x1 & 255), x1 >>= 8;
+    p += count0 + __popc(vote1);
+    if (precision > 8) {
+        bool twice0 = once0 && x0 >= limit0, twice1 = once1 && x1 >= limit1;
+        vote0 = __ballot_sync(~0u, twice0), vote1 = __ballot_sync(~0u, twice1);
+        count0 = __popc(vote0);
+        if (twice0) store_byte(p + __popc(vote0 & below), x0 & 255), x0 >>= 8;
+        if (twice1) store_byte(p + count0 + __popc(vote1 & below), x1 & 255), x1 >>= 8;
+        p += count0 + __popc(vote1);
+    }
+    u32 q0 = __umulhi(2 * x0, t0.x) >> (t0.y >> 28), q1 = __umulhi(2 * x1, t1.x) >> (t1.y >> 28);
+    if (has0) x0 += q0 * ((1u << precision) - f0) + (t0.y >> 14 & 16383);
+    if (has1) x1 += q1 * ((1u << precision) - f1) + (t1.y >> 14 & 16383);
+}
+
 // One warp for each chunk; a thread has the lanes t and t + 32.
 extern "C" __global__ void __launch_bounds__(128) encode_chunks(Job* job) {
     __shared__ uint2 tables[4][kSymbols];
@@ -238,31 +261,20 @@ extern "C" __global__ void __launch_bounds__(128) encode_chunks(Job* job) {
                 for (int k = lane; k < kRowsAhead * 64; k += 32) mine[k] = k < left ? symbols[first * 64 + k] : 0;
             }
             __syncwarp();
-            int width = int(left < kRowsAhead * 64 ? left : kRowsAhead * 64);
-#pragma unroll 2
-            for (int k = 0; k < width; k += 64) {
-                bool has0 = k + lane < width, has1 = k + 32 + lane < width;
-                uint2 t0 = table[mine[k + lane]], t1 = table[mine[k + 32 + lane]];
-                u32 f0 = (t0.y & 16383) + 1, f1 = (t1.y & 16383) + 1;
-                u32 limit0 = f0 << (22 - precision), limit1 = f1 << (22 - precision);
-                // Both passes at once: a lane that emits twice does so whatever the others do.
-                bool once0 = has0 && x0 >= limit0, once1 = has1 && x1 >= limit1;
-                u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
-                int count0 = __popc(vote0), both = count0 + __popc(vote1);
-                if (once0) p[__popc(vote0 & below)] = u8(x0), x0 >>= 8;
-                if (once1) p[count0 + __popc(vote1 & below)] = u8(x1), x1 >>= 8;
-                p += both;
-                if (twice) {
-                    bool twice0 = once0 && x0 >= limit0, twice1 = once1 && x1 >= limit1;
-                    vote0 = __ballot_sync(~0u, twice0), vote1 = __ballot_sync(~0u, twice1);
-                    count0 = __popc(vote0);
-                    if (twice0) p[__popc(vote0 & below)] = u8(x0), x0 >>= 8;
-                    if (twice1) p[count0 + __popc(vote1 & below)] = u8(x1), x1 >>= 8;
-                    p += count0 + __popc(vote1);
-                }
-                u32 q0 = __umulhi(2 * x0, t0.x) >> (t0.y >> 28), q1 = __umulhi(2 * x1, t1.x) >> (t1.y >> 28);
-                if (has0) x0 += q0 * ((1u << precision) - f0) + (t0.y >> 14 & 16383);
-                if (has1) x1 += q1 * ((1u << precision) - f1) + (t1.y >> 14 & 16383);
+            // Tables of all rows first: nothing in them waits for the states.
+            uint2 t0[kRowsAhead], t1[kRowsAhead];
+#pragma unroll
+            for (int r = 0; r < kRowsAhead; r++) {
+                t0[r] = table[mine[64 * r + lane]];
+                t1[r] = table[mine[64 * r + 32 + lane]];
+            }
+            if (left >= kRowsAhead * 64) {
+#pragma unroll
+                for (int r = 0; r < kRowsAhead; r++) encode_row(t0[r], t1[r], true, true, precision, below, x0, x1, p);
+            } else {
+#pragma unroll
+                for (int r = 0; r < kRowsAhead; r++)
+                    encode_row(t0[r], t1[r], 64 * r + lane < left, 64 * r + 32 + lane < left, precision, below, x0, x1, p);
             }
         }
     } else {
@@ -290,23 +302,45 @@ extern "C" __global__ void __launch_bounds__(128) encode_chunks(Job* job) {
 
 #include "crc.h"
 
+const int kManyChunks = 128;
+
 // Where everything goes; one block of 256 threads for the whole message.
 extern "C" __global__ void lay_out(Job* job) {
     __shared__ u64 done;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    __shared__ u64 upto_here;
     for (int i = warp; i < job->stream_count; i += 8) {
         Stream& stream = job->streams[i];
+        if (stream.chunks > kManyChunks) continue;
         u64 before = 0;
         for (int c = 0; c < stream.chunks; c += 32) {
             u64 length = c + lane < stream.chunks ? stream.lengths[c + lane] : 0, upto = warp_scan(length);
             if (c + lane < stream.chunks) stream.offsets[c + lane] = before + upto - length;
             before += __shfl_sync(~0u, upto, 31);
         }
-        if (!lane) {
-            stream.data = before;
-            stream.length = before + stream.head_length;
-            if (stream.used_coder == RANS) stream.length += 4 * u64(stream.chunks - 1);
+        if (!lane) stream.data = before;
+    }
+    __syncthreads();
+    for (int i = 0; i < job->stream_count; i++) {  // those with many chunks by all threads together
+        Stream& stream = job->streams[i];
+        if (stream.chunks <= kManyChunks) continue;
+        if (!threadIdx.x) upto_here = 0;
+        __syncthreads();
+        for (int c = 0; c < stream.chunks; c += blockDim.x) {
+            int mine = c + threadIdx.x;
+            u64 all, offset = block_scan(mine < stream.chunks ? stream.lengths[mine] : 0, &all) + upto_here;
+            if (mine < stream.chunks) stream.offsets[mine] = offset;
+            __syncthreads();
+            if (!threadIdx.x) upto_here += all;
+            __syncthreads();
         }
+        if (!threadIdx.x) stream.data = upto_here;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < job->stream_count; i += blockDim.x) {
+        Stream& stream = job->streams[i];
+        stream.length = stream.data + stream.head_length;
+        if (stream.used_coder == RANS) stream.length += 4 * u64(stream.chunks - 1);
     }
     if (!threadIdx.x) done = 0;
     __threadfence();
@@ -363,11 +397,28 @@ __device__ __forceinline__ void finish(Job* job, Frame& frame) {
     for (int k = 0; k < 4; k++) at[k] = u8(crc >> 8 * k);
 }
 
-// Copies bytes into the message, and adds them to the checksum of their frame. By all threads of a block of 128.
+// Copies bytes into the message, and adds them to the checksum of their frame. By all threads of a block of 128. What
+// is copied may be read four bytes at a time up to the next multiple of four.
 __device__ void place(Job* job, Frame& frame, const u8* from, u64 offset, u64 length) {
-    for (u64 k = threadIdx.x; k < length; k += blockDim.x) job->out[offset + k] = from[k];
+    u8* to = job->out + offset;
+    u64 head = (4 - ((u64)(to) & 3)) & 3;
+    head = head < length ? head : length;
+    u64 words = (length - head) / 4;
+    if (threadIdx.x < head) to[threadIdx.x] = from[threadIdx.x];
+    if (words) {  // whole words at their destination, each from two words of the source
+        const u32* source = reinterpret_cast<const u32*>((u64)(from + head) & ~u64(3));
+        int skew = int((u64)(from + head) & 3) * 8;
+        u32* target = reinterpret_cast<u32*>(to + head);
+        for (u64 k = threadIdx.x; k < words; k += blockDim.x)
+            target[k] = skew ? __funnelshift_r(source[k], source[k + 1], skew) : source[k];
+    }
+    u64 rest = head + 4 * words;
+    if (rest + threadIdx.x < length) to[rest + threadIdx.x] = from[rest + threadIdx.x];
     u32 crc = block_crc(from, length);
-    if (!threadIdx.x && crc) atomicXor(&frame.crc, times_power(crc, end_of(frame) - offset - length));
+    if (threadIdx.x < 32) {
+        crc = times_power_by_warp(crc, end_of(frame) - offset - length);
+        if (!threadIdx.x) atomicXor(&frame.crc, crc);
+    }
 }
 
 // One block of 128 threads for each chunk.
@@ -399,9 +450,12 @@ extern "C" __global__ void __launch_bounds__(128) place_pieces(Job* job) {
             for (int k = 0; k < frame.shape_length; k++) small[n++] = frame.shape[k];
             small_length = n;
             for (int k = 0; k < 5; k++) job->out[frame.offset + k] = frame.start[k];
+        }
+        if (threadIdx.x < 32) {
             u32 crc = ~0u;
             for (int k = 0; k < 5; k++) crc = crc_byte(crc, frame.start[k]);
-            atomicXor(&frame.crc, times_power(crc, frame.length - 9));
+            crc = times_power_by_warp(crc, frame.length - 9);
+            if (!threadIdx.x) atomicXor(&frame.crc, crc);
         }
         __syncthreads();
         place(job, frame, small, frame.offset + 9, small_length);

@@ -17,6 +17,16 @@ __device__ __forceinline__ u16 float_to_half(float x) {
 }
 #endif
 
+// A store to the device's memory that the compiler need not keep in order with loads from shared memory: without this
+// every byte that a coder writes would hold up its next table lookup.
+__device__ __forceinline__ void store_byte(u8* at, u32 x) {
+#ifdef GRADWIRE_ON_CPU
+    *at = u8(x);
+#else
+    asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(x));
+#endif
+}
+
 __device__ __forceinline__ float bf16_to_float(u16 b) { return __uint_as_float(u32(b) << 16); }
 
 __device__ __forceinline__ u16 float_to_bf16(float x) {  // of numbers that are not NaN
@@ -96,6 +106,26 @@ __device__ __forceinline__ double block_sum(double x) {
     if (!threadIdx.x)
         for (u32 w = 0; w < blockDim.x >> 5; w++) total += sums[w];
     return total;
+}
+
+// The sums of several numbers over a block of up to 16 warps, in `sums` (for all threads), always in the same order.
+template <int N>
+__device__ __forceinline__ void block_sums(const double* x, double* sums) {
+    __shared__ double of_warps[16 * N];
+    int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        double sum = warp_sum(x[j]);
+        if (!(threadIdx.x & 31)) of_warps[warp * N + j] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < N) {
+        double sum = 0;
+        for (int w = 0; w < warps; w++) sum += of_warps[w * N + threadIdx.x];
+        sums[threadIdx.x] = sum;
+    }
+    __syncthreads();
 }
 
 // Exclusive sum over all threads of a block; `total` gets the whole.

@@ -231,70 +231,75 @@ extern "C" __global__ void check(DecodeJob* job, i64 blocks) {
     for (u64 r = blockIdx.x % blocks; r < ranges; r += u64(blocks)) {
         u64 begin = r * range, end = begin + range < body ? begin + range : body;
         u32 crc = block_crc(arrival.frame + 9 + begin, end - begin);
-        if (!threadIdx.x && crc) atomicXor(&arrival.crc, times_power(crc, body - end));
+        if (threadIdx.x < 32) {
+            crc = times_power_by_warp(crc, body - end);
+            if (!threadIdx.x) atomicXor(&arrival.crc, crc);
+        }
     }
-    if (threadIdx.x) return;
-    __threadfence();
-    if (atomicAdd(&arrival.checked, 1u) != u32(blocks) - 1) return;
+    if (!last_block(&arrival.checked, u32(blocks)) || threadIdx.x >= 32) return;
     u32 crc = ~0u;
     for (int k = 0; k < 5; k++) crc = crc_byte(crc, arrival.frame[k]);
-    crc = ~(times_power(crc, body) ^ atomicXor(&arrival.crc, 0u));
-    if (crc != little_endian(arrival.frame + 5)) give_up(job, arrival);
+    crc = ~(times_power_by_warp(crc, body) ^ arrival.crc);
+    if (!threadIdx.x && crc != little_endian(arrival.frame + 5)) give_up(job, arrival);
 }
 
 // ── rANS ──────────────────────────────────────────────────────────────────────────────────────────
 
 const int kWindow = 1024;  // bytes of a chunk that a warp holds: twice what it loads at a time
 
+// What a slot of the coder means, with up to 12 bits of precision or with more.
+template <bool FINE>
+__device__ __forceinline__ u32 step_back(const u32* table, int precision, u32 x, u32* symbol) {
+    u32 slot = x & ((1u << precision) - 1), e = table[slot];
+    *symbol = e & 255;
+    if (!FINE) return ((e >> 8 & 4095) + 1) * (x >> precision) + (e >> 20);
+    u32 t = table[(1 << precision) + e];
+    return ((t & 16383) + 1) * (x >> precision) + slot - (t >> 14);
+}
+
 // Decodes a chunk of 64 lanes; by a warp whose thread t has the lanes t and t + 32. Returns whether it was sound.
-__device__ bool decode_wide(const u32* table, int precision, const u8* begin, const u8* end, u8* symbols, i64 count, u8* window) {
+template <bool FINE, bool TWICE>
+__device__ __forceinline__ bool decode_wide(const u32* table, int precision, const u8* begin, const u8* end, u8* symbols, i64 count, u8* window) {
     int lane = threadIdx.x & 31;
-    u32 mask = (1u << precision) - 1, below = (1u << lane) - 1;
-    const u8 *s0 = begin + 3 * lane, *s1 = s0 + 96, *bottom = begin + 192;
+    u32 below = (1u << lane) - 1;
+    const u8 *s0 = begin + 3 * lane, *s1 = s0 + 96;
     u32 x0 = s0[0] | s0[1] << 8 | s0[2] << 16, x1 = s1[0] | s1[1] << 8 | s1[2] << 16;
     if (__any_sync(~0u, x0 < kLow || x0 >> 22 || x1 < kLow || x1 >> 22)) return false;
-    // Blocks of 512 bytes at multiples of 16, by address; the window is a ring. One more block waits in registers.
-    u64 p = (u64)(end), stop = (u64)(bottom), floor = (u64)(begin) & ~u64(15);
-    u64 loaded = (p + 15) & ~u64(15);  // the lowest address in the window
+    // Places are counted from an address that is a multiple of 16. Blocks of 512 bytes; the window is a ring, and one
+    // more block waits in registers.
+    const u8* origin = reinterpret_cast<const u8*>((u64)(begin) & ~u64(15));
+    int stop = int(begin - origin) + 192, p = int(end - origin), loaded = (p + 15) & ~15;
     uint4 next = make_uint4(0, 0, 0, 0);
-    auto fetch = [&](u64 top) {
-        u64 at = top - 512 + 16 * lane;
-        if (top >= floor + 512 || at >= floor) next = *reinterpret_cast<const uint4*>(at);
+    auto fetch = [&]() {  // the block below the window
+        int at = loaded - 512 + 16 * lane;
+        if (at >= 0) next = *reinterpret_cast<const uint4*>(origin + at);
     };
-    auto store = [&]() {
-        u64 at = loaded - 512 + 16 * lane;
+    auto push = [&]() {
+        int at = loaded - 512 + 16 * lane;
         __syncwarp();
         *reinterpret_cast<uint4*>(window + (at & (kWindow - 1))) = next;
         __syncwarp();
         loaded -= 512;
+        fetch();
     };
-    fetch(loaded);
-    store();
-    fetch(loaded);
-    bool sound = true;
+    fetch();
+    push();
     i64 rows = (count + 63) / 64;
-    for (i64 row = rows; row-- > 0;) {
-        if (p - loaded < 128) {
-            store();
-            fetch(loaded);
-        }
-        bool has0 = true, has1 = true;
-        if (row == rows - 1) has0 = row * 64 + lane < count, has1 = row * 64 + 32 + lane < count;
-        u32 e0 = table[x0 & mask], e1 = table[x1 & mask];
-        if (precision <= 12) {
-            if (has0) x0 = ((e0 >> 8 & 4095) + 1) * (x0 >> precision) + (e0 >> 20);
-            if (has1) x1 = ((e1 >> 8 & 4095) + 1) * (x1 >> precision) + (e1 >> 20);
-        } else {
-            u32 t0 = table[(1 << precision) + (e0 & 255)], t1 = table[(1 << precision) + (e1 & 255)];
-            if (has0) x0 = ((t0 & 16383) + 1) * (x0 >> precision) + (x0 & mask) - (t0 >> 14);
-            if (has1) x1 = ((t1 & 16383) + 1) * (x1 >> precision) + (x1 & mask) - (t1 >> 14);
-        }
-        if (has0) symbols[row * 64 + lane] = u8(e0);
-        if (has1) symbols[row * 64 + 32 + lane] = u8(e1);
+    bool sound = true;
+    u8* to = symbols + (rows - 1) * 64 + lane;
+    int left = int(rows), in_last = int(count - (rows - 1) * 64);
+    bool has0 = lane < in_last, has1 = lane + 32 < in_last;
+    for (; left > 0; left--, to -= 64) {
+        if (p - loaded < 128) push();
+        u32 symbol0, symbol1;
+        u32 y0 = step_back<FINE>(table, precision, x0, &symbol0), y1 = step_back<FINE>(table, precision, x1, &symbol1);
+        if (has0) x0 = y0, store_byte(to, symbol0);
+        if (has1) x1 = y1, store_byte(to + 32, symbol1);
+        has0 = has1 = true;
         // Lanes below 2^6 take two bytes, lanes below 2^14 one: how many is known before the first byte.
         bool once0 = x0 < kLow, once1 = x1 < kLow;
         u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
-        if (precision > 8) {
+        if (TWICE) {
             bool twice0 = x0 < 64, twice1 = x1 < 64;
             u32 first0 = __ballot_sync(~0u, twice0), first1 = __ballot_sync(~0u, twice1);
             int count0 = __popc(first0);
@@ -386,11 +391,13 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
         } else {
             u64 from = arrival.offsets[c], to = c + 1 < arrival.chunks ? arrival.offsets[c + 1] : arrival.data_length;
             int lanes = 1 << arrival.lane_bits;
-            sound = to >= from && to <= arrival.data_length && to - from >= u64(3 * lanes);
+            sound = to >= from && to <= arrival.data_length && to - from >= u64(3 * lanes) && to - from < 1u << 30;
             const u8 *start = arrival.data + from, *end = arrival.data + to;
             if (sound)
-                sound = lanes == 64 ? decode_wide(slots, precision, start, end, symbols, size, windows[warp])
-                                    : decode_narrow(slots, precision, lanes, start, end, symbols, size);
+                sound = lanes < 64 ? decode_narrow(slots, precision, lanes, start, end, symbols, size)
+                        : precision > 12 ? decode_wide<true, true>(arrival.table, precision, start, end, symbols, size, windows[warp])
+                        : precision > 8  ? decode_wide<false, true>(table, precision, start, end, symbols, size, windows[warp])
+                                         : decode_wide<false, false>(table, 8, start, end, symbols, size, windows[warp]);
         }
         if (!sound && !lane) give_up(job, arrival);
     }
@@ -407,53 +414,71 @@ __device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
     else static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
 }
 
-// The weighted sum of the values of all ranks, in rank order, of codecs whose symbols have one value each in a tensor.
-// One block of 256 threads for each tile of 4096 entries.
-extern "C" __global__ void __launch_bounds__(256) combine(DecodeJob* job, const Where* tiles) {
-    __shared__ float values[kSymbols];
-    const int each = 16, size = 256 * each;
-    Where where = tiles[blockIdx.x];
-    const Target& target = job->targets[where.item];
-    if (job->status->bits) return;
-    int dtype = target.dtype, tid = threadIdx.x;
-    float weight = job->weight;
-    i64 begin = i64(where.index) * size + i64(tid) * each;
-    int here = target.count - begin < each ? int(target.count - begin) : each;
-    float sum[each];
+const int kCombined = 4096;
+
+// FP32 and the other dtypes apart: most gradients are fp32, and need no rounding.
+template <int DTYPE>
+__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, float* values) {
+    int tid = threadIdx.x;
+    float weight = job->weight, sum[16];
+    i64 begin = tile * kCombined + 4 * tid;
     bool any = false;
-    for (int k = 0; k < each; k++) sum[k] = 0;
+#pragma unroll
+    for (int k = 0; k < 16; k++) sum[k] = 0;
     for (int rank = 0; rank < job->message_count; rank++) {
         Source source = target.sources[rank];
         if (source.arrival < 0) continue;
         const Arrival& arrival = job->arrivals[source.arrival];
-        __syncthreads();
-        float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), dtype);
-        if (weight != 1.0f) value = __fmul_rn(value, weight);
-        values[tid] = target.rounds ? rounded(value, dtype) : value;
-        __syncthreads();
-        if (here <= 0) continue;
         const u8* symbols = arrival.symbols + source.first + begin;
-        u8 mine[each];
-        if (here == each && !((u64)(symbols) & 15)) {
-            uint4 v = *reinterpret_cast<const uint4*>(symbols);
-            u32 words[4] = {v.x, v.y, v.z, v.w};
-            for (int k = 0; k < each; k++) mine[k] = u8(words[k >> 2] >> 8 * (k & 3));
-        } else {
-            for (int k = 0; k < each; k++) mine[k] = k < here ? symbols[k] : 0;
+        u32 mine[4];
+#pragma unroll
+        for (int h = 0; h < 4; h++) {
+            i64 i = begin + 1024 * h;
+            mine[h] = 0;
+            if (i + 4 <= target.count && !((u64)(symbols) & 3)) {
+                mine[h] = *reinterpret_cast<const u32*>(symbols + 1024 * h);
+            } else {
+                for (int k = 0; k < 4; k++)
+                    if (i + k < target.count) mine[h] |= u32(symbols[1024 * h + k]) << 8 * k;
+            }
         }
-        for (int k = 0; k < each; k++) {
-            float v = values[mine[k]];
-            sum[k] = rounded(any ? __fadd_rn(sum[k], v) : v, dtype);
+        __syncthreads();
+        float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), DTYPE);
+        if (weight != 1.0f) value = __fmul_rn(value, weight);
+        values[tid] = target.rounds ? rounded(value, DTYPE) : value;
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < 16; k++) {
+            float v = values[mine[k >> 2] >> 8 * (k & 3) & 255];
+            sum[k] = rounded(any ? __fadd_rn(sum[k], v) : v, DTYPE);
         }
         any = true;
     }
-    if (here <= 0) return;
-    if (dtype == FP32 && here == each && !((u64)(target.out) & 15)) {
-        float4* out = reinterpret_cast<float4*>(static_cast<float*>(target.out) + begin);
-        for (int k = 0; k < 4; k++) out[k] = make_float4(sum[4 * k], sum[4 * k + 1], sum[4 * k + 2], sum[4 * k + 3]);
-    } else {
-        for (int k = 0; k < here; k++) store(target.out, begin + k, sum[k], dtype);
+    bool aligned = !((u64)(target.out) & 15);
+#pragma unroll
+    for (int h = 0; h < 4; h++) {
+        i64 i = begin + 1024 * h;
+        if (DTYPE == FP32 && aligned && i + 4 <= target.count) {
+            *reinterpret_cast<float4*>(static_cast<float*>(target.out) + i) =
+                make_float4(sum[4 * h], sum[4 * h + 1], sum[4 * h + 2], sum[4 * h + 3]);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                if (i + k < target.count) store(target.out, i + k, sum[4 * h + k], DTYPE);
+        }
     }
+}
+
+// The weighted sum of the values of all ranks, in rank order, of codecs whose symbols have one value each in a tensor.
+// One block of 256 threads for each tile.
+extern "C" __global__ void __launch_bounds__(256) combine(DecodeJob* job, const Where* tiles) {
+    __shared__ float values[kSymbols];
+    Where where = tiles[blockIdx.x];
+    const Target& target = job->targets[where.item];
+    if (job->status->bits) return;
+    if (target.dtype == FP32) combine_tile<FP32>(job, target, where.index, values);
+    else if (target.dtype == FP16) combine_tile<FP16>(job, target, where.index, values);
+    else combine_tile<BF16>(job, target, where.index, values);
 }
 
 // How large the structures are here, for the test that numpy lays them out alike.

@@ -1,7 +1,7 @@
 // CO3's conversion: a sample, the GenNorm that fits it, the best step, then symbols and the new error memory.
 #include "common.h"
 
-const int kRuns = 1024, kRun = 64, kSample = kRuns * kRun, kPart = 4096, kTile = 8192;
+const int kRuns = 1024, kRun = 64, kSample = kRuns * kRun, kPart = 1024, kTile = 8192;
 const int kOthers = 12, kSteps = kOthers + 1, kScanned = 1 << 14;
 const int kBetas = 128;
 
@@ -79,44 +79,47 @@ __device__ void fit_moments(const Format& f, Fit& fit, u64 nonzero, double absol
     fit.step = round_step(mean_abs * f.steps[fit.beta]);
 }
 
-// Moments of a part of the sample; the last part of a tensor fits it.
+// Where entry `at` of the sample is in the tensor: runs of 64, one at a hashed place in each of 1024 equal strata.
+__device__ __forceinline__ i64 sampled_entry(const Tensor& t, i64 at) {
+    if (t.count <= kSample) return at;
+    i64 stratum = t.count / kRuns;
+    u32 run = u32(at / kRun);
+    u64 choices = u64(stratum - kRun + 1);
+    u64 start = choices >> 32 ? mix(run) % choices : mix(run) % u32(choices);
+    return i64(run) * stratum + i64(start) + at % kRun;
+}
+
+// Moments of a part of the sample; the last part of a tensor fits it. Blocks of 256 threads.
 extern "C" __global__ void sample(Job* job, const Where* parts) {
+    __shared__ double sums[3];
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Fit& fit = job->fits[where.item];
     const Format& f = *static_cast<const Format*>(t.format);
-    i64 stratum = t.count / kRuns;
-    double nonzero = 0, absolute = 0, square = 0;
-    for (int k = threadIdx.x; k < kPart; k += blockDim.x) {
-        i64 at = i64(where.index) * kPart + k, i = at;
-        if (t.count > kSample) {
-            u32 run = u32(at / kRun);
-            i = i64(run) * stratum + mix(run) % u64(stratum - kRun + 1) + at % kRun;
+    double moments[3] = {0, 0, 0};
+#pragma unroll
+    for (int k = threadIdx.x; k < kPart; k += 256) {
+        i64 at = i64(where.index) * kPart + k;
+        if (at < t.count) {
+            float u = compensated_at(t, sampled_entry(t, at));
+            t.sample[at] = u;
+            double x = fabs(double(u));
+            moments[0] += u != 0;
+            moments[1] += x;
+            moments[2] += x * x;
         }
-        if (i >= t.count) break;
-        float u = compensated_at(t, i);
-        t.sample[at] = u;
-        double x = fabs(double(u));
-        nonzero += u != 0;
-        absolute += x;
-        square += x * x;
     }
-    nonzero = block_sum(nonzero);
-    absolute = block_sum(absolute);
-    square = block_sum(square);
+    block_sums<3>(moments, sums);
     double* mine = job->partial + i64(t.first_part + where.index) * 32;
-    if (!threadIdx.x) mine[0] = nonzero, mine[1] = absolute, mine[2] = square;
-    if (!last_block(&fit.parts_done, t.parts) || threadIdx.x) return;
+    if (threadIdx.x < 3) mine[threadIdx.x] = sums[threadIdx.x];
+    if (!last_block(&fit.parts_done, t.parts)) return;
+    for (int j = 0; j < 3; j++)  // a thread for each part, of which there are 64 at most
+        moments[j] = threadIdx.x < t.parts ? job->partial[i64(t.first_part + threadIdx.x) * 32 + j] : 0;
+    block_sums<3>(moments, sums);
+    if (threadIdx.x) return;
     fit.parts_done = 0;
-    nonzero = absolute = square = 0;
-    for (int p = 0; p < t.parts; p++) {
-        const double* sums = job->partial + i64(t.first_part + p) * 32;
-        nonzero += sums[0];
-        absolute += sums[1];
-        square += sums[2];
-    }
     fit.sampled = int(t.count < kSample ? t.count : kSample);
-    fit_moments(f, fit, u64(nonzero), absolute, square, fit.sampled);
+    fit_moments(f, fit, u64(sums[0]), sums[1], sums[2], fit.sampled);
     fit.closer = t.count > kSample && (!fit.nonzero || fit.zero_mass > 250);
 }
 
@@ -167,133 +170,168 @@ extern "C" __global__ void look_closer(Job* job, const Where* tiles) {
     fit_moments(f, fit, u64(sums[0]), sums[1], sums[2], t.count);
 }
 
-// Squared errors of nearby steps. A part of the sample proposes a step and all of it decides.
+// Squared errors of nearby steps. A part of the sample proposes a step and all of it decides. Blocks of 256 threads.
 extern "C" __global__ void try_steps(Job* job, const Where* parts) {
+    __shared__ double sums[2 * kSteps];
+    __shared__ float steps[kSteps], inverses[kSteps];
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Fit& fit = job->fits[where.item];
     const Format& f = *static_cast<const Format*>(t.format);
-    double whole[kSteps], some[kSteps];
-    float steps[kSteps], inverses[kSteps];
-    for (int j = 0; j < kSteps; j++) {
-        int quarter = j == 0 ? 0 : j <= 8 ? j - 9 : j - 8;  // −8 … −1, 1 … 4
+    if (threadIdx.x < kSteps) {
+        int j = threadIdx.x, quarter = j <= 8 ? j - 9 : j - 8;  // −8 … −1, 1 … 4
         steps[j] = j ? round_step(double(fit.step) * exp2(quarter / 4.0)) : fit.step;
         inverses[j] = __fdiv_rn(1.0f, steps[j]);
-        whole[j] = some[j] = 0;
     }
+    __syncthreads();
+    double errors[2 * kSteps];  // on all of the sample, and on the part that proposes
+    for (int j = 0; j < 2 * kSteps; j++) errors[j] = 0;
     int stride = fit.sampled / kScanned > 1 ? fit.sampled / kScanned : 1;
-    for (int k = threadIdx.x; k < kPart; k += blockDim.x) {
+    for (int k = threadIdx.x; k < kPart; k += 256) {
         int at = where.index * kPart + k;
-        if (at >= fit.sampled) break;
-        float u = t.sample[at];
+        float u = at < fit.sampled ? t.sample[at] : 0.0f;
         if (u == 0) continue;
         bool proposes = at % stride == 0;
+#pragma unroll
         for (int j = 0; j < kSteps; j++) {
             float level;
-            float y = __fmul_rn(u, inverses[j]);
-            nearest(f, y, &level);
-            double error = double(u) - (y < 0 ? -1.0 : 1.0) * double(level) * double(steps[j]);
-            whole[j] += error * error;
-            if (proposes) some[j] += error * error;
+            nearest(f, fabsf(__fmul_rn(u, inverses[j])), &level);
+            double error = fabs(double(u)) - double(level) * double(steps[j]);
+            errors[j] += error * error;
+            if (proposes) errors[kSteps + j] += error * error;
         }
     }
+    block_sums<2 * kSteps>(errors, sums);
     double* mine = job->partial + i64(t.first_part + where.index) * 32;
-    for (int j = 0; j < kSteps; j++) {
-        double a = block_sum(whole[j]), b = block_sum(some[j]);
-        if (!threadIdx.x) mine[j] = a, mine[kSteps + j] = b;
+    if (threadIdx.x < 2 * kSteps) mine[threadIdx.x] = sums[threadIdx.x];
+    if (!last_block(&fit.parts_done, t.parts)) return;
+    if (threadIdx.x < 2 * kSteps) {
+        double sum = 0;
+        for (int p = 0; p < t.parts; p++) sum += job->partial[i64(t.first_part + p) * 32 + threadIdx.x];
+        sums[threadIdx.x] = sum;
     }
-    if (!last_block(&fit.parts_done, t.parts) || threadIdx.x) return;
+    __syncthreads();
+    if (threadIdx.x) return;
     fit.parts_done = 0;
-    for (int j = 0; j < kSteps; j++) {
-        whole[j] = some[j] = 0;
-        for (int p = 0; p < t.parts; p++) {
-            const double* sums = job->partial + i64(t.first_part + p) * 32;
-            whole[j] += sums[j];
-            some[j] += sums[kSteps + j];
-        }
-    }
     int best = 1;
     for (int j = 2; j < kSteps; j++)
-        if (some[j] < some[best]) best = j;
-    state_step(t, fit, fit.nonzero && whole[best] < whole[0] * 0.98 ? steps[best] : fit.step);
+        if (sums[kSteps + j] < sums[kSteps + best]) best = j;
+    state_step(t, fit, fit.nonzero && sums[best] < sums[0] * 0.98 ? steps[best] : fit.step);
 }
 
-// Symbols of u = g + decay·e, how often each comes, and e ← u − value(symbol): one pass over all tensors.
-extern "C" __global__ void __launch_bounds__(256) convert(Job* job, const Where* tiles) {
-    __shared__ u32 counts[16 * 256];  // by thread for small alphabets, so that nobody waits for another
-    Where where = tiles[blockIdx.x];
+// How often each symbol comes, of one thread: 4 bits for each of up to 16 symbols, moved to 8 bits before they overflow.
+struct FewCounts {
+    u64 low, even, odd;
+    __device__ __forceinline__ void add(u32 symbol) { low += u64(1) << 4 * symbol; }
+    __device__ __forceinline__ void widen() {
+        const u64 mask = 0x0f0f0f0f0f0f0f0full;
+        even += low & mask;
+        odd += low >> 4 & mask;
+        low = 0;
+    }
+    __device__ __forceinline__ u32 of(int symbol) const { return u32((symbol & 1 ? odd : even) >> 8 * (symbol >> 1)) & 255; }
+};
+
+// Symbols of u = g + decay·e, how often each comes, and e ← u − value(symbol): one pass over a tile of a tensor.
+// FEW: the alphabet has up to 16 symbols. WIDE: fp32 at addresses that are multiples of 16.
+template <bool FEW, bool WIDE>
+__device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts) {
     const Tensor& t = job->tensors[where.item];
     const Fit& fit = job->fits[where.item];
-    const Format& f = *static_cast<const Format*>(t.format);
-    Format local;
-    local.largest = f.largest;
-    local.min_exponent = f.min_exponent;
-    local.mantissa = f.mantissa;
-    local.top = f.top;
-    local.sign = f.sign;
-    int zero = f.zero, alphabet = job->streams[t.stream].alphabet, tid = threadIdx.x;
-    bool few = alphabet <= 16;
-    for (int s = 0; s < (few ? alphabet : 1); s++) counts[s * 256 + tid] = 0;
-    __syncthreads();
-    float step = fit.step, inverse = fit.inverse, decay = t.decay;
-    i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
-    const float* gradient = static_cast<const float*>(t.gradient);
+    const Format& full = *static_cast<const Format*>(t.format);
+    Format f;  // only what is used of it is kept, in registers
+    f.largest = full.largest, f.min_exponent = full.min_exponent, f.mantissa = full.mantissa, f.top = full.top;
+    f.sign = full.sign;
+    const float step = fit.step, inverse = fit.inverse, decay = t.decay;
+    const int zero = full.zero, dtype = WIDE ? FP32 : t.dtype;
+    const float *gradient = static_cast<const float*>(t.gradient), *before = t.before;
+    float* after = t.after;
     u8* symbols = job->symbols + t.first;
+    i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
     bool finite = true;
-    bool wide = t.dtype == FP32 && !((u64)(gradient) & 15) && !((u64)(t.before) & 15) && !((u64)(t.after) & 15);
-    for (i64 i = begin + 4 * tid; i < end; i += 1024) {
-        float g[4], e[4] = {0, 0, 0, 0};
-        bool whole = i + 4 <= end;
-        if (wide && whole) {
-            float4 v = *reinterpret_cast<const float4*>(gradient + i);
-            g[0] = v.x, g[1] = v.y, g[2] = v.z, g[3] = v.w;
-            if (t.before) {
-                float4 w = *reinterpret_cast<const float4*>(t.before + i);
-                e[0] = w.x, e[1] = w.y, e[2] = w.z, e[3] = w.w;
-            }
-        } else {
-            for (int k = 0; k < 4; k++) {
-                g[k] = i + k < end ? load(t.gradient, i + k, t.dtype) : 0.0f;
-                if (t.before) e[k] = i + k < end ? t.before[i + k] : 0.0f;
-            }
-        }
-        u32 packed = 0;
+    FewCounts few = {0, 0, 0};
+    for (i64 base = begin; base < end; base += 2048) {
+        float g[8], e[8];
+        // Both groups of four are loaded before the first is used.
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            finite &= is_finite(g[k]);
-            float u = t.before ? compensated(g[k], e[k], decay) : g[k], level;
-            float y = __fmul_rn(u, inverse);
-            int index = nearest(local, y, &level);
-            bool negative = y < 0;
-            float value = received(__fmul_rn(negative ? -level : level, step), t.dtype);
-            e[k] = __fsub_rn(u, value);
-            u32 symbol = u32(zero + (negative ? -index : index));
-            packed |= symbol << 8 * k;
-            if (few && i + k < end) counts[symbol * 256 + tid]++;
-            if (!few && i + k < end) atomicAdd(&counts[symbol], 1u);
+        for (int h = 0; h < 2; h++) {
+            i64 i = base + 1024 * h + 4 * threadIdx.x;
+            if (WIDE && i + 4 <= end) {
+                float4 v = *reinterpret_cast<const float4*>(gradient + i);
+                g[4 * h] = v.x, g[4 * h + 1] = v.y, g[4 * h + 2] = v.z, g[4 * h + 3] = v.w;
+                float4 w = before ? *reinterpret_cast<const float4*>(before + i) : make_float4(0, 0, 0, 0);
+                e[4 * h] = w.x, e[4 * h + 1] = w.y, e[4 * h + 2] = w.z, e[4 * h + 3] = w.w;
+            } else {
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    bool here = i + k < end;
+                    g[4 * h + k] = here ? load(t.gradient, i + k, dtype) : 0.0f;
+                    e[4 * h + k] = here && before ? before[i + k] : 0.0f;
+                }
+            }
         }
-        if (whole) {
-            *reinterpret_cast<u32*>(symbols + i) = packed;
-        } else {
-            for (int k = 0; k < 4 && i + k < end; k++) symbols[i + k] = u8(packed >> 8 * k);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            i64 i = base + 1024 * h + 4 * threadIdx.x;
+            if (i >= end) break;
+            bool whole = i + 4 <= end;
+            u32 packed = 0;
+            float left[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                finite &= is_finite(g[4 * h + k]);
+                float u = before ? compensated(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k], level;
+                float y = __fmul_rn(u, inverse);
+                int index = nearest(f, y, &level);
+                bool negative = y < 0;
+                float value = received(__fmul_rn(level, step), dtype);
+                left[k] = __fsub_rn(u, negative ? -value : value);
+                u32 symbol = u32(negative ? zero - index : zero + index);
+                packed |= symbol << 8 * k;
+                if (FEW && (whole || i + k < end)) few.add(symbol);
+                if (!FEW && (whole || i + k < end)) atomicAdd(&counts[symbol], 1u);
+            }
+            if (whole) {
+                *reinterpret_cast<u32*>(symbols + i) = packed;
+            } else {
+                for (int k = 0; k < 4 && i + k < end; k++) symbols[i + k] = u8(packed >> 8 * k);
+            }
+            if (WIDE && whole && after) {
+                *reinterpret_cast<float4*>(after + i) = make_float4(left[0], left[1], left[2], left[3]);
+            } else if (after) {
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    if (i + k < end) after[i + k] = left[k];
+            }
         }
-        if (t.after && wide && whole) {
-            *reinterpret_cast<float4*>(t.after + i) = make_float4(e[0], e[1], e[2], e[3]);
-        } else if (t.after) {
-            for (int k = 0; k < 4 && i + k < end; k++) t.after[i + k] = e[k];
-        }
+        if (FEW) few.widen();  // after eight entries
     }
     if (!finite) atomicOr(&job->status->bits, u32(NONFINITE));
-    __syncthreads();
-    u64* total = job->streams[t.stream].counts;
-    if (few) {
-        for (int s = tid >> 5; s < alphabet; s += 8) {
-            u32 sum = 0;
-            for (int j = tid & 31; j < 256; j += 32) sum += counts[s * 256 + j];
-            sum = warp_sum_u32(sum);
-            if (!(tid & 31) && sum) atomicAdd(total + s, u64(sum));
+    if (FEW) {
+        int alphabet = job->streams[t.stream].alphabet;
+#pragma unroll
+        for (int s = 0; s < 16; s++) {
+            if (s >= alphabet) break;
+            u32 sum = warp_sum_u32(few.of(s));
+            if (!(threadIdx.x & 31) && sum) atomicAdd(&counts[s], sum);
         }
-    } else if (tid < alphabet && counts[tid]) {
-        atomicAdd(total + tid, u64(counts[tid]));
     }
+}
+
+// One block of 256 threads for each tile.
+extern "C" __global__ void __launch_bounds__(256) convert(Job* job, const Where* tiles) {
+    __shared__ u32 counts[kSymbols];
+    Where where = tiles[blockIdx.x];
+    const Tensor& t = job->tensors[where.item];
+    Stream& stream = job->streams[t.stream];
+    counts[threadIdx.x] = 0;
+    __syncthreads();
+    bool wide = t.dtype == FP32 && !(((u64)(t.gradient) | (u64)(t.before) | (u64)(t.after)) & 15);
+    bool few = stream.alphabet <= 16;
+    if (few && wide) convert_tile<true, true>(job, where, counts);
+    else if (few) convert_tile<true, false>(job, where, counts);
+    else if (wide) convert_tile<false, true>(job, where, counts);
+    else convert_tile<false, false>(job, where, counts);
+    __syncthreads();
+    if (counts[threadIdx.x]) atomicAdd(stream.counts + threadIdx.x, u64(counts[threadIdx.x]));
 }
