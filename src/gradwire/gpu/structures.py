@@ -61,6 +61,6 @@ DECODE_JOB = _structure(
 FORMAT_TABLE = _structure(
     alphabet="i4", zero="i4", magnitudes="i4", spare="i4", levels=("f4", SYMBOLS), masses=("u4", (128, 128))
 )
-SLOTS = (1 << 14) + SYMBOLS  # entries of a frame's table for the coder
+SLOTS = 4096 + SYMBOLS  # words of a frame’s table for the coder
 COMBINED = 4096  # entries of a tile whose mean one block makes
 ALL_DECODING = (MESSAGE, ARRIVAL, SOURCE, TARGET, DECODE_JOB, FORMAT_TABLE)

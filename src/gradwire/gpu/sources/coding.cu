@@ -192,29 +192,77 @@ __device__ __forceinline__ u8* chunk_room(const Stream& stream, int chunk) {
     return stream.coded + i64(chunk) * (2 * stream.chunk_size + 256);
 }
 
-const int kRowsAhead = 8;  // rows of 64 symbols that are loaded at a time
-
 // One row of 64 lanes, of which a thread has two. A lane emits its low byte, or two bytes, if its state is too large.
+// There are no branches: lanes that do nothing keep their states by selection.
+template <bool TWICE>
 __device__ __forceinline__ void encode_row(uint2 t0, uint2 t1, bool has0, bool has1, int precision, u32 below, u32& x0, u32& x1, u8*& p) {
     u32 f0 = (t0.y & 16383) + 1, f1 = (t1.y & 16383) + 1;
     u32 limit0 = f0 << (22 - precision), limit1 = f1 << (22 - precision);
-    bool once0 = has0 && x0 >= limit0, once1 = has1 && x1 >= limit1;
+    u32 y0 = x0, y1 = x1;
+    bool once0 = has0 & (y0 >= limit0), once1 = has1 & (y1 >= limit1);
     u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
     int count0 = __popc(vote0);
-    if (once0) store_byte(p + __popc(vote0 & below), x0 & 255), x0 >>= 8;
-    if (once1) store_byte(p + count0 + __popc(vote1 & below), x1 & 255), x1 >>= 8;
+    store_byte_if(once0, p + __popc(vote0 & below), y0);
+    store_byte_if(once1, p + count0 + __popc(vote1 & below), y1);
     p += count0 + __popc(vote1);
-    if (precision > 8) {
-        bool twice0 = once0 && x0 >= limit0, twice1 = once1 && x1 >= limit1;
+    y0 = once0 ? y0 >> 8 : y0;
+    y1 = once1 ? y1 >> 8 : y1;
+    if (TWICE) {
+        bool twice0 = once0 & (y0 >= limit0), twice1 = once1 & (y1 >= limit1);
         vote0 = __ballot_sync(~0u, twice0), vote1 = __ballot_sync(~0u, twice1);
         count0 = __popc(vote0);
-        if (twice0) store_byte(p + __popc(vote0 & below), x0 & 255), x0 >>= 8;
-        if (twice1) store_byte(p + count0 + __popc(vote1 & below), x1 & 255), x1 >>= 8;
+        store_byte_if(twice0, p + __popc(vote0 & below), y0);
+        store_byte_if(twice1, p + count0 + __popc(vote1 & below), y1);
         p += count0 + __popc(vote1);
+        y0 = twice0 ? y0 >> 8 : y0;
+        y1 = twice1 ? y1 >> 8 : y1;
     }
-    u32 q0 = __umulhi(2 * x0, t0.x) >> (t0.y >> 28), q1 = __umulhi(2 * x1, t1.x) >> (t1.y >> 28);
-    if (has0) x0 += q0 * ((1u << precision) - f0) + (t0.y >> 14 & 16383);
-    if (has1) x1 += q1 * ((1u << precision) - f1) + (t1.y >> 14 & 16383);
+    u32 q0 = __umulhi(2 * y0, t0.x) >> (t0.y >> 28), q1 = __umulhi(2 * y1, t1.x) >> (t1.y >> 28);
+    y0 += q0 * ((1u << precision) - f0) + (t0.y >> 14 & 16383);
+    y1 += q1 * ((1u << precision) - f1) + (t1.y >> 14 & 16383);
+    x0 = has0 ? y0 : x0;
+    x1 = has1 ? y1 : x1;
+}
+
+const int kRowsAhead = 8;  // rows of 64 symbols that are loaded at a time
+
+// A chunk of 64 lanes, by one warp. The next rows are loaded while these are coded.
+template <bool TWICE>
+__device__ __forceinline__ u8* encode_wide(const u8* symbols, i64 count, const uint2* table, u8* mine, int precision, u32& x0, u32& x1, u8* p) {
+    int lane = threadIdx.x & 31;
+    u32 below = (1u << lane) - 1;
+    i64 size = kRowsAhead * 64, tiles = count / size;
+    bool aligned = !((u64)(symbols) & 15);
+    uint4 next = make_uint4(0, 0, 0, 0);
+    if (aligned && tiles) next = reinterpret_cast<const uint4*>(symbols)[lane];
+    for (i64 tile = 0; tile * size < count; tile++) {
+        i64 left = count - tile * size;
+        const u8* here = symbols + tile * size;
+        __syncwarp();
+        if (aligned && left >= size) {
+            reinterpret_cast<uint4*>(mine)[lane] = next;
+            if (tile + 1 < tiles) next = reinterpret_cast<const uint4*>(here + size)[lane];
+        } else {
+            for (int k = lane; k < size; k += 32) mine[k] = k < left ? here[k] : 0;
+        }
+        __syncwarp();
+        // Tables of all rows first: nothing in them waits for the states.
+        uint2 t0[kRowsAhead], t1[kRowsAhead];
+#pragma unroll
+        for (int r = 0; r < kRowsAhead; r++) {
+            t0[r] = table[mine[64 * r + lane]];
+            t1[r] = table[mine[64 * r + 32 + lane]];
+        }
+        if (left >= size) {
+#pragma unroll
+            for (int r = 0; r < kRowsAhead; r++) encode_row<TWICE>(t0[r], t1[r], true, true, precision, below, x0, x1, p);
+        } else {
+            for (int r = 0; r * 64 < left; r++)
+                encode_row<TWICE>(table[mine[64 * r + lane]], table[mine[64 * r + 32 + lane]], 64 * r + lane < left,
+                                  64 * r + 32 + lane < left, precision, below, x0, x1, p);
+        }
+    }
+    return p;
 }
 
 // One warp for each chunk; a thread has the lanes t and t + 32.
@@ -250,33 +298,8 @@ extern "C" __global__ void __launch_bounds__(128) encode_chunks(Job* job) {
     u8* p = out + 3 * lanes;
     i64 rows = (count + lanes - 1) / lanes;
     if (lanes == 64) {
-        u8* mine = loaded[warp];
-        bool aligned = !((u64)(symbols) & 15);
-        for (i64 first = 0; first < rows; first += kRowsAhead) {
-            i64 left = count - first * 64;
-            __syncwarp();
-            if (aligned && left >= kRowsAhead * 64) {
-                reinterpret_cast<uint4*>(mine)[lane] = reinterpret_cast<const uint4*>(symbols + first * 64)[lane];
-            } else {
-                for (int k = lane; k < kRowsAhead * 64; k += 32) mine[k] = k < left ? symbols[first * 64 + k] : 0;
-            }
-            __syncwarp();
-            // Tables of all rows first: nothing in them waits for the states.
-            uint2 t0[kRowsAhead], t1[kRowsAhead];
-#pragma unroll
-            for (int r = 0; r < kRowsAhead; r++) {
-                t0[r] = table[mine[64 * r + lane]];
-                t1[r] = table[mine[64 * r + 32 + lane]];
-            }
-            if (left >= kRowsAhead * 64) {
-#pragma unroll
-                for (int r = 0; r < kRowsAhead; r++) encode_row(t0[r], t1[r], true, true, precision, below, x0, x1, p);
-            } else {
-#pragma unroll
-                for (int r = 0; r < kRowsAhead; r++)
-                    encode_row(t0[r], t1[r], 64 * r + lane < left, 64 * r + 32 + lane < left, precision, below, x0, x1, p);
-            }
-        }
+        p = precision > 8 ? encode_wide<true>(symbols, count, table, loaded[warp], precision, x0, x1, p)
+                          : encode_wide<false>(symbols, count, table, loaded[warp], 8, x0, x1, p);
     } else {
         for (i64 row = 0; row < rows; row++) {
             i64 i = row * lanes + lane;

@@ -17,13 +17,13 @@ __device__ __forceinline__ u16 float_to_half(float x) {
 }
 #endif
 
-// A store to the device's memory that the compiler need not keep in order with loads from shared memory: without this
-// every byte that a coder writes would hold up its next table lookup.
-__device__ __forceinline__ void store_byte(u8* at, u32 x) {
+// A store to the device's memory, if `wanted`. It is no branch, and the compiler need not keep it in order with loads
+// from shared memory: a coder would otherwise wait at every byte that it writes.
+__device__ __forceinline__ void store_byte_if(bool wanted, u8* at, u32 x) {
 #ifdef GRADWIRE_ON_CPU
-    *at = u8(x);
+    if (wanted) *at = u8(x);
 #else
-    asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(x));
+    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.u8 [%0], %1; }" ::"l"(at), "r"(x), "r"(u32(wanted)));
 #endif
 }
 

@@ -7,6 +7,7 @@
 
 const int kBetas = 128, kFormats = 6;
 const u32 kLow = 1u << 14;
+const int kFineSlots = 4096;  // words that the symbols of 2^14 slots take
 
 struct FormatTable {      // of a float format; decoder.py makes it
     int alphabet, zero, magnitudes, spare;
@@ -132,13 +133,23 @@ __device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, in
         normalize(shaped, frequencies, alphabet, precision);
         __syncthreads();
     }
-    // With up to 12 bits an entry says all: symbol, frequency − 1, place in the symbol's range. With more it is the symbol,
-    // and `levels` of the coder follow behind the slots.
+    // With up to 12 bits an entry says all: symbol, frequency − 1, place in the symbol's range. With more the table has
+    // a byte for each slot, its symbol, and behind these an entry for each symbol.
+    __shared__ u32 starts[kSymbols];
     u32 f = s < alphabet ? frequencies[s] : 0;
     u64 all, start = block_scan(f, &all);
+    starts[s] = u32(start);
+    __syncthreads();
     bool wide = precision > 12;
-    if (wide) arrival.table[(1 << precision) + s] = f ? (f - 1) | u32(start) << 14 : 0;
-    for (u32 k = 0; k < f; k++) arrival.table[start + k] = wide ? u32(s) : u32(s) | (f - 1) << 8 | k << 20;
+    if (wide) arrival.table[kFineSlots + s] = f ? (f - 1) | u32(start) << 14 : 0;
+    for (u32 slot = s; slot < 1u << precision; slot += 256) {
+        int low = 0;  // the last symbol that begins at or before the slot; those without a slot begin where the next does
+        for (int by = 128; by; by >>= 1)
+            if (low + by < alphabet && starts[low + by] <= slot) low += by;
+        while (!frequencies[low] && low) low--;
+        if (wide) reinterpret_cast<u8*>(arrival.table)[slot] = u8(low);
+        else arrival.table[slot] = u32(low) | (frequencies[low] - 1) << 8 | (slot - starts[low]) << 20;
+    }
     if (s) return;
     u8 byte = reader.byte();
     u64 chunks = byte & 128 ? reader.varint() : 1;
@@ -250,10 +261,14 @@ const int kWindow = 1024;  // bytes of a chunk that a warp holds: twice what it 
 // What a slot of the coder means, with up to 12 bits of precision or with more.
 template <bool FINE>
 __device__ __forceinline__ u32 step_back(const u32* table, int precision, u32 x, u32* symbol) {
-    u32 slot = x & ((1u << precision) - 1), e = table[slot];
-    *symbol = e & 255;
-    if (!FINE) return ((e >> 8 & 4095) + 1) * (x >> precision) + (e >> 20);
-    u32 t = table[(1 << precision) + e];
+    u32 slot = x & ((1u << precision) - 1);
+    if (!FINE) {
+        u32 e = table[slot];
+        *symbol = e & 255;
+        return ((e >> 8 & 4095) + 1) * (x >> precision) + (e >> 20);
+    }
+    *symbol = reinterpret_cast<const u8*>(table)[slot];
+    u32 t = table[kFineSlots + *symbol];
     return ((t & 16383) + 1) * (x >> precision) + slot - (t >> 14);
 }
 
@@ -287,30 +302,42 @@ __device__ __forceinline__ bool decode_wide(const u32* table, int precision, con
     i64 rows = (count + 63) / 64;
     bool sound = true;
     u8* to = symbols + (rows - 1) * 64 + lane;
-    int left = int(rows), in_last = int(count - (rows - 1) * 64);
+    int in_last = int(count - (rows - 1) * 64);
     bool has0 = lane < in_last, has1 = lane + 32 < in_last;
-    for (; left > 0; left--, to -= 64) {
+    for (int left = int(rows); left > 0; left--, to -= 64) {
         if (p - loaded < 128) push();
         u32 symbol0, symbol1;
         u32 y0 = step_back<FINE>(table, precision, x0, &symbol0), y1 = step_back<FINE>(table, precision, x1, &symbol1);
-        if (has0) x0 = y0, store_byte(to, symbol0);
-        if (has1) x1 = y1, store_byte(to + 32, symbol1);
+        x0 = has0 ? y0 : x0;
+        x1 = has1 ? y1 : x1;
+        store_byte_if(has0, to, symbol0);
+        store_byte_if(has1, to + 32, symbol1);
         has0 = has1 = true;
-        // Lanes below 2^6 take two bytes, lanes below 2^14 one: how many is known before the first byte.
-        bool once0 = x0 < kLow, once1 = x1 < kLow;
+        // Lanes below 2^6 take two bytes, lanes below 2^14 one: how many is known before the first byte, so that all
+        // bytes are loaded at once. Those that nobody takes are loaded too; a branch would cost more.
+        bool once0 = x0 < kLow, once1 = x1 < kLow, twice0 = x0 < 64, twice1 = x1 < 64;
         u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
+        int count0 = __popc(vote0), taken = count0 + __popc(vote1);
         if (TWICE) {
-            bool twice0 = x0 < 64, twice1 = x1 < 64;
             u32 first0 = __ballot_sync(~0u, twice0), first1 = __ballot_sync(~0u, twice1);
-            int count0 = __popc(first0);
-            p -= count0 + __popc(first1);
-            if (twice0) x0 = x0 << 8 | window[(p + __popc(first0 & below)) & (kWindow - 1)];
-            if (twice1) x1 = x1 << 8 | window[(p + count0 + __popc(first1 & below)) & (kWindow - 1)];
+            int first_count0 = __popc(first0);
+            p -= first_count0 + __popc(first1);
+            u32 a0 = window[(p + __popc(first0 & below)) & (kWindow - 1)];
+            u32 a1 = window[(p + first_count0 + __popc(first1 & below)) & (kWindow - 1)];
+            p -= taken;
+            u32 b0 = window[(p + __popc(vote0 & below)) & (kWindow - 1)];
+            u32 b1 = window[(p + count0 + __popc(vote1 & below)) & (kWindow - 1)];
+            x0 = twice0 ? x0 << 8 | a0 : x0;
+            x1 = twice1 ? x1 << 8 | a1 : x1;
+            x0 = once0 ? x0 << 8 | b0 : x0;
+            x1 = once1 ? x1 << 8 | b1 : x1;
+        } else {
+            p -= taken;
+            u32 b0 = window[(p + __popc(vote0 & below)) & (kWindow - 1)];
+            u32 b1 = window[(p + count0 + __popc(vote1 & below)) & (kWindow - 1)];
+            x0 = once0 ? x0 << 8 | b0 : x0;
+            x1 = once1 ? x1 << 8 | b1 : x1;
         }
-        int count0 = __popc(vote0);
-        p -= count0 + __popc(vote1);
-        if (once0) x0 = x0 << 8 | window[(p + __popc(vote0 & below)) & (kWindow - 1)];
-        if (once1) x1 = x1 << 8 | window[(p + count0 + __popc(vote1 & below)) & (kWindow - 1)];
         if (p < stop) {  // it is damaged: what was read is of no use, and nothing more is
             sound = false;
             break;
@@ -322,7 +349,7 @@ __device__ __forceinline__ bool decode_wide(const u32* table, int precision, con
 // Decodes a chunk of up to 32 lanes.
 __device__ bool decode_narrow(const u32* table, int precision, int lanes, const u8* begin, const u8* end, u8* symbols, i64 count) {
     int lane = threadIdx.x & 31;
-    u32 mask = (1u << precision) - 1, below = (1u << lane) - 1, x = kLow;
+    u32 below = (1u << lane) - 1, x = kLow;
     if (lane < lanes) x = begin[3 * lane] | begin[3 * lane + 1] << 8 | begin[3 * lane + 2] << 16;
     if (__any_sync(~0u, x < kLow || x >> 22)) return false;
     const u8 *p = end, *stop = begin + 3 * lanes;
@@ -330,14 +357,9 @@ __device__ bool decode_narrow(const u32* table, int precision, int lanes, const 
         i64 i = row * lanes + lane;
         bool has = lane < lanes && i < count;
         if (has) {
-            u32 e = table[x & mask];
-            if (precision <= 12) {
-                x = ((e >> 8 & 4095) + 1) * (x >> precision) + (e >> 20);
-            } else {
-                u32 t = table[(1 << precision) + (e & 255)];
-                x = ((t & 16383) + 1) * (x >> precision) + (x & mask) - (t >> 14);
-            }
-            symbols[i] = u8(e);
+            u32 symbol;
+            x = precision > 12 ? step_back<true>(table, precision, x, &symbol) : step_back<false>(table, precision, x, &symbol);
+            symbols[i] = u8(symbol);
         }
         for (int pass = precision > 8 ? 0 : 1; pass < 2; pass++) {
             bool takes = x < (pass ? kLow : 64u);
@@ -352,7 +374,7 @@ __device__ bool decode_narrow(const u32* table, int precision, int lanes, const 
 
 // Blocks of 128 threads, a warp for each chunk; as many blocks for each frame as the grid has.
 extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, i64 blocks) {
-    __shared__ u32 table[4096];
+    __shared__ u32 table[kFineSlots + kSymbols];
     __shared__ __attribute__((aligned(16))) u8 windows[4][kWindow];
     Arrival& arrival = job->arrivals[blockIdx.x / blocks];
     int first = int(blockIdx.x % blocks), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -363,11 +385,9 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
     }
     if (first * 4 >= arrival.chunks) return;
     int precision = arrival.precision;
-    const u32* slots = arrival.table;
-    if (arrival.coder == RANS && precision <= 12) {
-        for (int k = threadIdx.x; k < 1 << precision; k += 128) table[k] = slots[k];
-        slots = table;
-    }
+    int words = precision > 12 ? kFineSlots + kSymbols : 1 << precision;
+    if (arrival.coder == RANS)
+        for (int k = threadIdx.x; k < words; k += 128) table[k] = arrival.table[k];
     __syncthreads();
     for (i64 c = i64(first) * 4 + warp; c < arrival.chunks; c += blocks * 4) {
         i64 begin = c * arrival.chunk_size, left = count - begin;
@@ -394,8 +414,8 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
             sound = to >= from && to <= arrival.data_length && to - from >= u64(3 * lanes) && to - from < 1u << 30;
             const u8 *start = arrival.data + from, *end = arrival.data + to;
             if (sound)
-                sound = lanes < 64 ? decode_narrow(slots, precision, lanes, start, end, symbols, size)
-                        : precision > 12 ? decode_wide<true, true>(arrival.table, precision, start, end, symbols, size, windows[warp])
+                sound = lanes < 64 ? decode_narrow(table, precision, lanes, start, end, symbols, size)
+                        : precision > 12 ? decode_wide<true, true>(table, precision, start, end, symbols, size, windows[warp])
                         : precision > 8  ? decode_wide<false, true>(table, precision, start, end, symbols, size, windows[warp])
                                          : decode_wide<false, false>(table, 8, start, end, symbols, size, windows[warp]);
         }
