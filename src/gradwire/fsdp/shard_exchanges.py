@@ -52,7 +52,7 @@ class ShardReduceScatter:
             frames.memory.written(layout.shapes)
         subject = Subject(frames.ledger.steps, _fingerprint(plans, layout))
         with frames.ledger.waiting():
-            arrived = self.exchange.finish(self.exchange.start(key, subject, messages, lengths))
+            arrived = self.exchange.finish_in_host_memory(self.exchange.start(key, subject, messages, lengths))
         total = _Sum(frames, out, layout, link.rank, weight)
         for sender, received in enumerate(arrived):
             total.add(kept) if sender == link.rank else total.decode(sender, received)
@@ -78,7 +78,9 @@ class ReplicaAllReduce:
             frames.memory.written(layout.shapes)
         subject = Subject(frames.ledger.steps, _fingerprint([plans], layout))
         with frames.ledger.waiting():
-            arrived = self.exchange.finish(self.exchange.start(key, subject, room, HEAD - PREFIX + length))
+            arrived = self.exchange.finish_in_host_memory(
+                self.exchange.start(key, subject, room, HEAD - PREFIX + length)
+            )
         total = _Sum(frames, row, layout, shard, weight)
         for rank, message in enumerate(arrived):
             total.decode(rank, message)

@@ -20,7 +20,15 @@ from gradwire.gpu.families import Family
 from gradwire.gpu.launcher import Arguments
 from gradwire.gpu.layout import DTYPES, Blob, aligned, pairs
 from gradwire.gpu.structures import (
-    ARRIVAL, COMBINED, DECODE_JOB, FORMAT_TABLE, MESSAGE, SLOTS, SOURCE, STATUS, TARGET,
+    ARRIVAL,
+    COMBINED,
+    DECODE_JOB,
+    FORMAT_TABLE,
+    MESSAGE,
+    SLOTS,
+    SOURCE,
+    STATUS,
+    TARGET,
 )  # fmt: skip
 from gradwire.gpu.workspace import Workspace, host_bytes
 from gradwire.models import gennorm_tables
@@ -189,7 +197,9 @@ class _DecodeLayout:
         """Tell the device where the messages and the tensors of this step are."""
         if self._version != self.workspace.version:
             self._place()
-        self.messages["bytes"], self.messages["length"] = zip(*((m.data_ptr(), m.numel()) for m in messages), strict=True)
+        self.messages["bytes"], self.messages["length"] = zip(
+            *((m.data_ptr(), m.numel()) for m in messages), strict=True
+        )
         self.targets["out"] = [t.data_ptr() for frame in frames for t in frame.tensors]
         self.job["weight"] = weight
         view = self._host.numpy()

@@ -26,9 +26,14 @@ def family_of(converter: Converter) -> Family | None:
     return next((family for family in FAMILIES if family.takes(converter)), None)
 
 
+def has_kernels(converter: Converter, dtype: torch.dtype) -> bool:
+    """Tell whether there are kernels for frames of this converter; the same on all machines, with a GPU or without."""
+    return dtype in DTYPES and family_of(converter) is not None
+
+
 def can_encode(converter: Converter, dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether tensors of this dtype become frames of this converter on this device."""
-    return dtype in DTYPES and family_of(converter) is not None and programs.can_run(device)
+    return has_kernels(converter, dtype) and programs.can_run(device)
 
 
 @dataclass
@@ -49,6 +54,11 @@ class Encoded:
     def nonfinite(self) -> bool:
         """Whether a gradient holds a NaN or an infinity; known after `wait`."""
         return bool(int(self.layout.status.numpy().view(STATUS)[0]["bits"]) & NONFINITE)
+
+
+def room_for(tasks: Sequence[FrameTask]) -> int:
+    """Return the room that frames of these tasks need: no entry takes more than two bytes, as a rule."""
+    return sum(2 * task.count + 4096 + 16 * len(task.tensors) for task in tasks)
 
 
 class MessageEncoder:

@@ -28,6 +28,7 @@ class TensorTask:
     gradient: torch.Tensor
     before: torch.Tensor | None = None  # its error memory, fp32
     after: torch.Tensor | None = None  # where the new one goes
+    factor: float = 1.0  # by which the memory is multiplied, beside the decay
 
 
 @dataclass
@@ -123,4 +124,3 @@ class Family(ABC):
     @abstractmethod
     def convert(self, batch: Batch) -> None:
         """Launch the kernels that write symbols, their counts, the bytes of pieces and the new error memory."""
-

@@ -16,7 +16,20 @@ from gradwire.frame.byte_fields import varint
 from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask
 from gradwire.gpu.launcher import Arguments
 from gradwire.gpu.structures import (
-    BYTES, FIT, FRAME, JOB, LENGTH, PART, SAMPLE, STATUS, STREAM, STREAM_, SYMBOLS, TENSOR, TILE, WHERE,
+    BYTES,
+    FIT,
+    FRAME,
+    JOB,
+    LENGTH,
+    PART,
+    SAMPLE,
+    STATUS,
+    STREAM,
+    STREAM_,
+    SYMBOLS,
+    TENSOR,
+    TILE,
+    WHERE,
 )  # fmt: skip
 from gradwire.gpu.workspace import Workspace, host_bytes
 
@@ -144,11 +157,16 @@ class MessageLayout:
         chunk_total = int(self.streams["most_chunks"].sum())
         lengths, offsets = blob.add(np.zeros(chunk_total, np.uint32)), blob.add(np.zeros(chunk_total, np.uint64))
         fits = blob.add(np.zeros(len(self.tensors), FIT))
-        template_at = [blob.add(np.frombuffer(b.template, np.uint8)) if b.template else -1 for _, _, b in self._templates]
+        template_at = [
+            blob.add(np.frombuffer(b.template, np.uint8)) if b.template else -1 for _, _, b in self._templates
+        ]
         frames, streams = self.frames.copy(), self.streams.copy()
         frames_at, streams_at = blob.add(frames), blob.add(streams)
         chunks_at, pieces_at = blob.add(self.chunks), blob.add(self.pieces)
-        lists = {family: (pairs(self.tensors["parts"], rows), pairs(self.tensors["tiles"], rows)) for family, rows in self._places.items()}
+        lists = {
+            family: (pairs(self.tensors["parts"], rows), pairs(self.tensors["tiles"], rows))
+            for family, rows in self._places.items()
+        }
         lists_at = {family: (blob.add(parts), blob.add(tiles)) for family, (parts, tiles) in lists.items()}
         self._static = torch.empty(blob.size, dtype=torch.uint8, device=self.device)
         base = self._static.data_ptr()
@@ -210,7 +228,7 @@ class MessageLayout:
             self._place(tasks, families)
         rows = [
             (t.gradient.data_ptr(), t.before.data_ptr() if t.before is not None else 0,
-             t.after.data_ptr() if t.after is not None else 0, task.decay, task.seed & 0xFFFFFFFFFFFFFFFF)
+             t.after.data_ptr() if t.after is not None else 0, task.decay * t.factor, task.seed & 0xFFFFFFFFFFFFFFFF)
             for task in tasks for t in task.tensors
         ]  # fmt: skip
         for name, column in zip(("gradient", "before", "after", "decay", "seed"), zip(*rows, strict=True), strict=True):

@@ -94,7 +94,7 @@ class SyncRound:
         """Send this rank's message to all ranks, and return what every rank sent."""
         subject = Subject(self.coder.ledger.steps, fingerprint(plans))
         ticket = self.gather.start("sync", subject, block, length)
-        return [self._read(rank, message) for rank, message in enumerate(self.gather.finish(ticket))]
+        return [self._read(rank, message) for rank, message in enumerate(self.gather.finish_in_host_memory(ticket))]
 
     def average(self, plans: Sequence[FramePlan], arrived: Sequence[RankUpdate]) -> None:
         """Replace updates and common buffers by the means of all ranks that have not diverged."""

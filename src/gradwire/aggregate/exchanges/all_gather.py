@@ -25,7 +25,7 @@ class AllGatherExchange:
     def run(self, key: Hashable, parts: list[TensorPart], last: bool = True) -> Exchange:
         """Replace the parts by their means over all ranks of the link."""
         plans = self.messages.coder.plan(parts)
-        block, length = self.messages.encode(key, plans)
+        block, length = self.messages.encode(key, plans, self.transport.link.device)
         ticket = self.transport.start(key, self.messages.subject(plans), block, length)
         yield Pause((lambda: self.transport.ready(ticket)) if last else None)
         self.messages.average(list(enumerate(self.transport.finish(ticket))), plans)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gradwire import gpu
 from gradwire.aggregate.exchanges.all_gather import AllGatherExchange
 from gradwire.aggregate.exchanges.all_reduce import AllReduceExchange
 from gradwire.aggregate.exchanges.hierarchical import HierarchicalExchange
@@ -90,13 +91,18 @@ class GradientExchange:
             raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
 
     def _messages_of(self, tensors: NamedTensors) -> Iterator[list[TensorPart]]:
-        """Yield the parts of each message. Tensors that are added up on their way travel with their like alone."""
+        """Yield the parts of each message.
+
+        Tensors that are added up on their way travel with their like alone, and so do those that a GPU has kernels for:
+        by their recipe and dtype, not by where they are, since messages are the same on all ranks.
+        """
         recipes = self.coder.recipes
-        groups: dict[Recipe | None, list[tuple[str, torch.Tensor]]] = {}
+        groups: dict[tuple[Recipe | None, bool], list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in tensors:
             recipe = recipes.of_tensor(name, tensor.numel())
             if tensor.numel():
-                groups.setdefault(recipe if recipe.sums else None, []).append((name, tensor))
+                on_gpus = gpu.has_kernels(recipe.codec.converter, tensor.dtype)
+                groups.setdefault((recipe if recipe.sums else None, on_gpus), []).append((name, tensor))
         for group in groups.values():
             yield from split_into_messages(group, recipes.by_pattern)
 

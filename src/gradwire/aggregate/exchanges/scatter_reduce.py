@@ -41,14 +41,14 @@ class ScatterReduceExchange:
         messages, coder = self.messages, self.messages.coder
         shards = [coder.plan(shard) for shard in shards_for_ranks(parts, self.link.world, self._owners)]
         subject = messages.subject([plan for plans in shards for plan in plans])
-        encoded = [messages.encode((key, owner), plans) for owner, plans in enumerate(shards)]
+        encoded = [messages.encode((key, owner), plans, self.link.device) for owner, plans in enumerate(shards)]
         ticket = self._to_owners.start(key, subject, [block for block, _ in encoded], [n for _, n in encoded])
         yield Pause(None)
 
         means = [self.memory.apart(plan) for plan in shards[self.link.rank]]
         sent = messages.average(list(enumerate(self._to_owners.finish(ticket))), means)
         block, length = coder.encode_means(
-            (key, "sum"), only_present(means, sent), present_tensors.pack(sent), self.memory.errors
+            (key, "sum"), only_present(means, sent), present_tensors.pack(sent), self.memory.errors, self.link.device
         )
         ticket = self._to_all.start(key, subject, block, length)
         yield Pause((lambda: self._to_all.ready(ticket)) if last else None)

@@ -7,10 +7,12 @@ get their means back at the end of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
+from gradwire import gpu
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import NamedTensors, TensorPart
 
@@ -48,7 +50,8 @@ class HostCopies:
         if name not in self.tensors:
             tensor = part.tensor.detach()
             copy = tensor
-            if not self._recipes.of_part(part).codec.runs_on(tensor.device):
+            codec = self._recipes.of_part(part).codec
+            if not (codec.runs_on(tensor.device) or gpu.can_encode(codec.converter, tensor.dtype, tensor.device)):
                 copy = self._from_gpu(name, tensor, ready) if tensor.is_cuda else tensor.cpu()
             elif tensor.is_cuda:  # this thread's stream does the work where the tensor is
                 self._resident = tensor.device
@@ -76,7 +79,7 @@ class HostCopies:
 
     def put_back(self) -> None:
         """Copy the means to the tensors that copies were made of."""
-        with torch.cuda.stream(self._stream):  # of no effect where there is none
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for name, original in self._originals.items():
                 original.copy_(self.tensors[name], non_blocking=True)
         if self._stream is not None:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire import codecs
+from gradwire import codecs, kernels
+from gradwire.aggregate.messages import present_tensors
+from gradwire.aggregate.messages.device_messages import DeviceMessages, is_on_device
 from gradwire.aggregate.messages.error_probe import ErrorProbe
 from gradwire.aggregate.messages.frame_coding import (
     MemorySlot,
@@ -28,6 +30,9 @@ from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.correct.worker_memories import WorkerMemories
+
+HOST = torch.device("cpu")
+LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16)  # dtypes whose zeros the GPU finds
 
 
 class MessageCoder:
@@ -45,6 +50,7 @@ class MessageCoder:
         self.rank, self.world = rank, world
         self.probe = probe or ErrorProbe()
         self._blocks: dict[Hashable, torch.Tensor] = {}
+        self._on_device = DeviceMessages()
 
     def plan(self, parts: Sequence[TensorPart]) -> list[FramePlan]:
         """Return the frames that these parts are sent in at this step."""
@@ -52,26 +58,62 @@ class MessageCoder:
 
     # ── encoding ──
 
-    def encode(self, key: Hashable, plans: Sequence[FramePlan], note: bytes = b"") -> tuple[torch.Tensor, int]:
+    def encode(
+        self, key: Hashable, plans: Sequence[FramePlan], note: bytes = b"", to: torch.device = HOST
+    ) -> tuple[torch.Tensor, int]:
         """Return a block with room for a prefix, then the note and the frames; and the length of both without prefix.
 
         Gradients are clipped and accelerated, and this rank's error memory is added and updated. The block belongs to
-        the key: the next message with the same key is written over this one.
+        the key: the next message with the same key is written over this one. It is on the device `to` if it could be
+        made on a GPU, and else in the host's memory.
         """
+        if not self.probe.active and is_on_device(plans):
+            found = self._encode_on_device(key, plans, note, to, self.corrected, self.memories.errors)
+            if found is not None:
+                return found
         return self._encode_block(key, plans, note, self.corrected, self._encode_gradients)
 
     def encode_means(
-        self, key: Hashable, plans: Sequence[FramePlan], note: bytes, memory: ErrorMemory
+        self, key: Hashable, plans: Sequence[FramePlan], note: bytes, memory: ErrorMemory, to: torch.device = HOST
     ) -> tuple[torch.Tensor, int]:
         """Return a block as `encode` does, with frames of the means of the shards that this rank owns.
 
         Means are neither clipped nor accelerated, and `memory` is their own error memory.
         """
+        if is_on_device(plans):
+            found = self._encode_on_device(key, plans, note, to, lambda part: part.entries, memory, "sum:")
+            if found is not None:
+                return found
 
         def encode(plan: FramePlan, means: list[torch.Tensor], out: torch.Tensor) -> int:
             return encode_frame(plan, means, _slots(plan, memory), self._seed(plan, "sum:"), out)
 
         return self._encode_block(key, plans, note, lambda part: part.entries, encode)
+
+    def _encode_on_device(
+        self, key: Hashable, plans: Sequence[FramePlan], note: bytes, to: torch.device,
+        values_of: Callable[[TensorPart], torch.Tensor], errors: ErrorMemory, purpose: str = "",
+    ) -> tuple[torch.Tensor, int] | None:  # fmt: skip
+        """Return what `_encode_block` does, made on the GPU; None if that is left to the host."""
+        with self.ledger.encoding():
+            values = [[values_of(part).contiguous() for part in plan.parts] for plan in plans]
+            slots = [_slots(plan, errors) for plan in plans]
+            seeds = [self._seed(plan, purpose) for plan in plans]
+            found = self._on_device.encode(key, plans, values, slots, seeds, note, to)
+            if found is None:
+                return None
+            self.ledger.count_frame_bytes(found[1])
+            for plan, tensors, memory in zip(plans, values, slots, strict=True):
+                if plan.recipe.mask and not purpose:
+                    for part, tensor, slot in zip(plan.parts, tensors, memory, strict=True):
+                        self.memories.note_sent(part.name, _sent(tensor, slot, plan.recipe.decay), part.lo)
+        return found
+
+    def which_are_zero(self, parts: Sequence[TensorPart]) -> list[bool]:
+        """Return for each part whether it is zero everywhere; of parts on a GPU by one look at all of them."""
+        if parts and all(part.tensor.is_cuda and part.tensor.dtype in LOOKED_AT for part in parts):
+            return self._on_device.which_are_zero([part.entries for part in parts])
+        return [present_tensors.is_zero(part.entries) for part in parts]
 
     def _encode_block(
         self, key: Hashable, plans: Sequence[FramePlan], note: bytes,
@@ -126,8 +168,23 @@ class MessageCoder:
         with self.ledger.decoding():
             self.ledger.note_finite(decode_frames(sender, frames, plans, targets, weight, accumulate))
 
+    def average_on_device(
+        self, plans: Sequence[FramePlan], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]
+    ) -> bool:
+        """Replace the tensors by the mean of these frames, added up in this order; False if the host has to do that.
+
+        `present` tells for each message which parts it carries; what none carries becomes zero.
+        """
+        with self.ledger.decoding():
+            return bool(messages) and is_on_device(plans) and self._on_device.average(plans, messages, present)
+
     def average(self, plans: Sequence[FramePlan], arrived: Sequence[tuple[int, np.ndarray]]) -> None:
         """Replace the tensors by the mean of the frames that these ranks sent, added up in this order."""
+        parts = sum(len(plan.parts) for plan in plans)
+        if self.average_on_device(
+            plans, [_as_tensor(frames) for _, frames in arrived], [[True] * parts] * len(arrived)
+        ):
+            return
         targets = [plan.target() for plan in plans]
         for i, (sender, frames) in enumerate(arrived):
             self.decode(sender, frames, plans, targets, 1 / len(arrived), accumulate=i > 0)
@@ -193,3 +250,13 @@ def _slots(plan: FramePlan, memory: ErrorMemory) -> list[MemorySlot]:
         return []
     buffers = [memory.buffers(part.name, part.tensor) for part in plan.parts]
     return [MemorySlot(p.of(before), p.of(after)) for p, (before, after) in zip(plan.parts, buffers, strict=True)]
+
+
+def _sent(values: torch.Tensor, slot: MemorySlot, decay: float) -> torch.Tensor:
+    """Return which entries were sent: those that the new error memory does not hold whole."""
+    wanted = kernels.compensate(values.float(), slot.before, decay * slot.factor)
+    return wanted.view(-1) != slot.after.view(-1)
+
+
+def _as_tensor(frames: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(frames) if frames.flags.writeable else torch.from_numpy(frames.copy())

@@ -10,7 +10,7 @@ import torch
 from gradwire.aggregate.messages import present_tensors
 from gradwire.aggregate.messages.frame_coding import most_frame_bytes, unusable_message
 from gradwire.aggregate.messages.frame_plan import FramePlan, fingerprint, only_present
-from gradwire.aggregate.messages.message_coder import MessageCoder
+from gradwire.aggregate.messages.message_coder import HOST, MessageCoder
 from gradwire.aggregate.messages.step_tensors import StepTensors
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.errors import FrameError
@@ -27,16 +27,27 @@ class PartialMessages:
         note = present_tensors.most_bytes(sum(len(plan.parts) for plan in plans))
         return Subject(self.coder.ledger.steps, fingerprint(plans), note + most_frame_bytes(plans))
 
-    def encode(self, key: Hashable, plans: Sequence[FramePlan]) -> tuple[torch.Tensor, int]:
-        """Return a block with this rank's message, and the length of the message."""
-        present = [self.tensors.has_gradient(part) for plan in plans for part in plan.parts]
-        return self.coder.encode(key, only_present(plans, present), present_tensors.pack(present))
+    def encode(self, key: Hashable, plans: Sequence[FramePlan], to: torch.device = HOST) -> tuple[torch.Tensor, int]:
+        """Return a block with this rank's message, on the device `to` if it was made on a GPU, and its length."""
+        parts = [part for plan in plans for part in plan.parts]
+        present = self.tensors.which_have_gradients(parts, self.coder.which_are_zero)
+        return self.coder.encode(key, only_present(plans, present), present_tensors.pack(present), to)
 
-    def average(self, arrived: Sequence[tuple[int, np.ndarray]], plans: Sequence[FramePlan]) -> list[bool]:
+    def average(self, arrived: Sequence[tuple[int, torch.Tensor]], plans: Sequence[FramePlan]) -> list[bool]:
         """Replace the parts by the means of these ranks' messages; return which parts were in any of them."""
         parts = [part for plan in plans for part in plan.parts]
-        opened = [(sender, *self._opened(sender, message, len(parts))) for sender, message in arrived]
-        if all(all(present) for _, present, _ in opened):
+        notes = [self._opened(sender, message, len(parts)) for sender, message in arrived]
+        flags = [present for present, _ in notes]
+        bodies = [message[start:] for (_, message), (_, start) in zip(arrived, notes, strict=True)]
+        if self.coder.average_on_device(plans, bodies, flags):
+            sent = [any(of_part) for of_part in zip(*flags, strict=True)]
+            self.tensors.note_sent(part.name for part, was_sent in zip(parts, sent, strict=True) if was_sent)
+            return sent
+        opened = [
+            (sender, present, body.cpu().numpy())
+            for (sender, _), present, body in zip(arrived, flags, bodies, strict=True)
+        ]
+        if all(map(all, flags)):
             sent = [True] * len(parts)
             self.coder.average(plans, [(sender, frames) for sender, _, frames in opened])
         else:
@@ -54,9 +65,10 @@ class PartialMessages:
         self.tensors.note_sent(part.name for part, was_sent in zip(parts, sent, strict=True) if was_sent)
         return sent
 
-    def _opened(self, sender: int, message: np.ndarray, count: int) -> tuple[list[bool], np.ndarray]:
+    def _opened(self, sender: int, message: torch.Tensor, count: int) -> tuple[list[bool], int]:
+        """Return which tensors a message carries, and where its frames begin."""
         try:
-            return present_tensors.unpack(message, count)
+            return present_tensors.unpack(message[: present_tensors.most_bytes(count)].cpu().numpy(), count)
         except FrameError as error:
             raise unusable_message(sender, error) from error
 

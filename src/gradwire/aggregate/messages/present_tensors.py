@@ -40,12 +40,12 @@ def most_bytes(count: int) -> int:
     return 1 + -(-count // 8) + CHECKSUM
 
 
-def unpack(message: np.ndarray, count: int) -> tuple[list[bool], np.ndarray]:
-    """Return which of the tensors the message carries, and what follows; a FrameError if it is damaged."""
+def unpack(message: np.ndarray, count: int) -> tuple[list[bool], int]:
+    """Return which of the tensors the message carries, and where what follows begins; a FrameError if it is damaged."""
     if not len(message):
         raise FrameError("the message is empty")
     if message[0] == 0:
-        return [True] * count, message[1:]
+        return [True] * count, 1
     length = 1 + -(-count // 8)
     end = length + CHECKSUM
     if message[0] != 1 or len(message) < end:
@@ -55,4 +55,4 @@ def unpack(message: np.ndarray, count: int) -> tuple[list[bool], np.ndarray]:
     bits = np.unpackbits(message[1:length], bitorder="little")
     if bits[count:].any():
         raise FrameError("the message tells of more tensors than there are")
-    return bits[:count].astype(bool).tolist(), message[end:]
+    return bits[:count].astype(bool).tolist(), end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from gradwire.aggregate.messages import present_tensors
 from gradwire.aggregate.messages.tensor_parts import TensorPart
@@ -33,13 +33,18 @@ class StepTensors:
 
     def has_gradient(self, part: TensorPart) -> bool:
         """Return whether the part is sent; if not, its error memory stays as it is."""
-        if self.is_missing(part):
-            return False
-        if self._memories.has_momentum(part.name) or not present_tensors.is_zero(part.entries):
-            return True
-        if not part.whole:  # other parts of the tensor may be sent, and then all of its memory counts
-            self._memories.errors.keep(part.name, part.lo, part.hi)
-        return False
+        return self.which_have_gradients([part], lambda parts: [present_tensors.is_zero(p.entries) for p in parts])[0]
+
+    def which_have_gradients(
+        self, parts: Sequence[TensorPart], which_are_zero: Callable[[Sequence[TensorPart]], list[bool]]
+    ) -> list[bool]:
+        """Return for each part whether it is sent; error memories of those that are not stay as they are."""
+        unknown = [p for p in parts if not self.is_missing(p) and not self._memories.has_momentum(p.name)]
+        zero = {part.key for part, is_zero in zip(unknown, which_are_zero(unknown), strict=True) if is_zero}
+        for part in unknown:
+            if part.key in zero and not part.whole:  # other parts of the tensor may be sent: then all its memory counts
+                self._memories.errors.keep(part.name, part.lo, part.hi)
+        return [not self.is_missing(part) and part.key not in zero for part in parts]
 
     def note_sent(self, names: Iterable[str]) -> None:
         """Take note of tensors that at least one rank has sent."""

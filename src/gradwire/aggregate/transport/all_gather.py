@@ -32,6 +32,10 @@ class AllGather:
         """Tell whether `finish` would neither wait nor start a collective."""
         return self._to_all.ready(pending)
 
-    def finish(self, pending: PendingMessages) -> list[ByteArray]:
+    def finish(self, pending: PendingMessages) -> list[torch.Tensor]:
         """Wait for the messages of all ranks, in rank order; they are valid until the next `start` with this key."""
         return self._to_all.finish(pending)
+
+    def finish_in_host_memory(self, pending: PendingMessages) -> list[ByteArray]:
+        """Do what `finish` does, and return arrays in the host's memory."""
+        return self._to_all.finish_in_host_memory(pending)

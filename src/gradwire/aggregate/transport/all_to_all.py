@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -91,7 +90,9 @@ class AllToAll:
     def _buffer(self, key: Hashable, size: int) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < size:
-            buffer = torch.empty(size + size // 8, dtype=torch.uint8, device=self.link.device)
+            # Messages that a GPU decodes are copied to it from here.
+            pinned = self.link.device.type == "cpu" and torch.cuda.is_initialized()
+            buffer = torch.empty(size + size // 8, dtype=torch.uint8, device=self.link.device, pin_memory=pinned)
             self._buffers[key] = buffer
         return buffer[:size]
 
@@ -101,18 +102,20 @@ class AllToAll:
             return False
         out = zip(pending.blocks, pending.capacities_out, strict=True)
         fits = all(len(block) <= room for r, (block, room) in enumerate(out) if r != self.link.rank)
-        return fits and all(length_of(block) <= len(block) for block in self._split(pending))
+        return fits and all(length_of(block.numpy()) <= len(block) for block in self._split(pending))
 
-    def finish(self, pending: PendingMessages) -> list[ByteArray]:
+    def finish(self, pending: PendingMessages) -> list[torch.Tensor]:
         """Wait for the messages to this rank, in rank order, its own among them.
 
-        They are valid until the next `start` with this key.
+        They are where the link has its messages, this rank's own where it was made, and valid until the next `start`
+        with this key.
         """
         self.link.wait(pending.work)
         blocks = self._split(pending)
-        for rank, block in enumerate(blocks):
-            pending.subject.check(rank, block)
-        lengths = [length_of(block) for block in blocks]
+        heads = _first_bytes(blocks)
+        for rank, head in enumerate(heads):
+            pending.subject.check(rank, head)
+        lengths = [length_of(head) for head in heads]
         self._capacities[pending.key] = self._room(map(len, pending.blocks)), self._room(lengths)
         arrived = (
             min(n, size) if self.link.exact_lengths else size for n, size in zip(lengths, pending.sizes_in, strict=True)
@@ -121,12 +124,16 @@ class AllToAll:
         self._add_rests(pending, blocks, lengths)
         return [block[PREFIX:length] for block, length in zip(blocks, lengths, strict=True)]
 
-    def _split(self, pending: PendingMessages) -> list[ByteArray]:
-        blocks = [block.numpy() for block in torch.split(pending.received.cpu(), pending.sizes_in)]
-        blocks[self.link.rank] = pending.blocks[self.link.rank].numpy()
+    def finish_in_host_memory(self, pending: PendingMessages) -> list[ByteArray]:
+        """Do what `finish` does, and return arrays in the host's memory."""
+        return [message.cpu().numpy() for message in self.finish(pending)]
+
+    def _split(self, pending: PendingMessages) -> list[torch.Tensor]:
+        blocks = list(torch.split(pending.received, pending.sizes_in))
+        blocks[self.link.rank] = pending.blocks[self.link.rank]
         return blocks
 
-    def _add_rests(self, pending: PendingMessages, blocks: list[ByteArray], lengths: list[int]) -> None:
+    def _add_rests(self, pending: PendingMessages, blocks: list[torch.Tensor], lengths: list[int]) -> None:
         """Send and receive what did not fit into the room, and complete the blocks with it."""
         device = self.link.device
         out = enumerate(zip(pending.blocks, pending.capacities_out, strict=True))
@@ -138,4 +145,11 @@ class AllToAll:
         }
         self.link.send_and_receive(sent, received)
         for r, rest in received.items():
-            blocks[r] = np.concatenate([blocks[r], rest.cpu().numpy()])
+            blocks[r] = torch.cat([blocks[r], rest])
+
+
+def _first_bytes(blocks: Sequence[torch.Tensor]) -> list[ByteArray]:
+    """Return the prefixes of all blocks in the host's memory; of those on a GPU by one copy."""
+    away = [block[:PREFIX] for block in blocks if not block.is_cpu]
+    copied = iter(torch.stack(away).cpu().numpy() if away else ())
+    return [block[:PREFIX].numpy() if block.is_cpu else next(copied) for block in blocks]

@@ -80,7 +80,9 @@ class ExchangeThread:
             self._run(exchange)
             return
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="gradwire", daemon=True)
+            # A thread begins on the first GPU and its default stream, whatever the training uses.
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._thread = threading.Thread(target=self._work, args=(device,), name="gradwire", daemon=True)
             self._thread.start()
         self._queue.put((exchange, None))
 
@@ -104,8 +106,17 @@ class ExchangeThread:
 
     # ── in the thread ──
 
+    def _work(self, device: int | None) -> None:
+        """Work on a stream beside the training's, before whatever the training has queued on the GPU."""
+        if device is None:
+            self._work_on_current_stream()
+        else:
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+                self._work_on_current_stream()
+
     @torch.no_grad()
-    def _work(self) -> None:
+    def _work_on_current_stream(self) -> None:
         while True:
             exchange, done = self._next()
             if exchange is None and done is None:

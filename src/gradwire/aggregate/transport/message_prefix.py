@@ -35,7 +35,8 @@ class Subject:
 
     def seal(self, block: torch.Tensor, length: int) -> None:
         """Write the prefix of a message that stands in block[16:16+length]."""
-        _PREFIX.pack_into(block.numpy(), 0, length, self.step & 0xFFFFFFFF, self.fingerprint)
+        prefix = _PREFIX.pack(length, self.step & 0xFFFFFFFF, self.fingerprint)
+        block[:PREFIX] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
 
     def check(self, rank: int, block: ByteArray) -> None:
         """Raise AggregateError unless the block that came from this rank begins with a prefix of this subject."""
