@@ -18,6 +18,7 @@ from gradwire.gpu.minifloat import MinifloatFamily
 from gradwire.gpu.structures import NONFINITE, STATUS
 from gradwire.gpu.workspace import Workspace
 
+FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
 FAMILIES: tuple[Family, ...] = (MinifloatFamily(),)
 
 
@@ -86,7 +87,8 @@ class MessageEncoder:
         layout.prepare(tasks, families, out)
         for family, batch in layout.batches.items():
             family.convert(batch)
-        self._launch("choose", len(layout.streams), 32 if layout.streams["alphabet"].max() <= 32 else 256, layout)
+        few = int(layout.streams["alphabet"].max()) <= FEW
+        self._launch("choose_few" if few else "choose", len(layout.streams), 192 if few else 256, layout)
         self._launch("encode_chunks", -(-len(layout.chunks) // 4), 128, layout)
         self._launch("lay_out", 1, 256, layout)
         self._launch("place_chunks", len(layout.chunks), 128, layout)

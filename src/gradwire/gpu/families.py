@@ -18,6 +18,7 @@ from gradwire.gpu import programs
 from gradwire.gpu.launcher import Arguments
 
 RAW, RANS = 0, 3
+SOME_BLOCKS = 528  # four for each of 132 multiprocessors
 GENNORM, HISTOGRAM = 1, 2  # bits of the models that may be used
 
 
@@ -94,6 +95,7 @@ class Batch:
         self.part_count, self.tile_count = len(parts) // 8, len(tiles) // 8
         self.most = most  # entries of the largest tensor
         self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
+        self._on_all_tiles = Arguments(job, tiles, self.tile_count)
 
     def launch_parts(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with one block for each part of the tensors' samples."""
@@ -102,6 +104,12 @@ class Batch:
     def launch_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with one block for each tile of the tensors."""
         programs.kernel(program, kernel, self.device)(self.tile_count, threads, self.on_tiles)
+
+
+    def launch_on_all_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
+        """Start a kernel with some blocks that go through all tiles in turn, whose number is its last argument."""
+        blocks = min(self.tile_count, SOME_BLOCKS)
+        programs.kernel(program, kernel, self.device)(blocks, threads, self._on_all_tiles)
 
 
 class Family(ABC):

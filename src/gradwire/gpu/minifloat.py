@@ -61,7 +61,7 @@ class MinifloatFamily(Family):
         """Sample, fit, try steps, convert."""
         batch.launch_parts("minifloat", "sample")
         if batch.most > SAMPLE:
-            batch.launch_tiles("minifloat", "look_closer")
+            batch.launch_on_all_tiles("minifloat", "look_closer")
         batch.launch_parts("minifloat", "try_steps")
         batch.launch_tiles("minifloat", "convert")
 

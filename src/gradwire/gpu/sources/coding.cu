@@ -19,150 +19,70 @@ struct Choice {
     int model, precision;
 };
 
-// One block for each stream, with a thread for each symbol (32 or 256 of them): the cheapest model and precision, the layout of lanes and chunks, the head.
-extern "C" __global__ void choose(Job* job) {
-    __shared__ u64 counts[kSymbols], shaped[kSymbols];
-    __shared__ u32 frequencies[kSymbols];
-    __shared__ int beta, zero_mass, fitted;
-    __shared__ Choice choices[6];
-    __shared__ u64 total;
-    Stream& stream = job->streams[blockIdx.x];
-    int s = threadIdx.x, K = stream.alphabet;
-    u64 mine = s < K ? stream.counts[s] : 0;
-    counts[s] = mine;
-    if (s < kSymbols) stream.counts[s] = 0;  // for the next message
-    u64 sum, used;
-    block_scan(mine, &sum);
-    block_scan(mine != 0, &used);
-    int width = 1;
-    while (1 << width < K) width++;
-    if (!s) total = sum;
-    if (!s) {
-        // Of several small tensors the one with the middle β stands for all.
-        fitted = 0;
-        int n = 0;
-        for (int i = 0; i < stream.tensors; i++) n += job->fits[stream.first_tensor + i].nonzero != 0;
-        for (int i = 0; n && stream.models & 1 && i < stream.tensors && !fitted; i++) {
-            const Fit& fit = job->fits[stream.first_tensor + i];
-            if (!fit.nonzero) continue;
-            int below = 0;
-            for (int j = 0; j < stream.tensors; j++) {
-                const Fit& other = job->fits[stream.first_tensor + j];
-                below += other.nonzero && (other.beta < fit.beta || (other.beta == fit.beta && j < i));
-            }
-            if (below == n / 2) beta = fit.beta, zero_mass = fit.zero_mass, fitted = 1;
-        }
+// What the GenNorm says about a symbol, as a count.
+__device__ __forceinline__ u64 gennorm_mass(const Stream& stream, const int* shape, int s) {
+    const u32* masses = reinterpret_cast<const u32*>(static_cast<const u8*>(stream.format) + kMasses);
+    int off = s < stream.zero ? stream.zero - s : s - stream.zero;
+    if (s >= stream.alphabet) return 0;
+    return u64(masses[shape[1] * 128 + off]) * u64(256 - shape[2]) + (off ? 0 : u64(shape[2]) << 16);
+}
+
+// Of several small tensors the one with the middle β stands for all: (whether there is one, β, zero mass). By a warp.
+__device__ void find_shape(Job* job, const Stream& stream, int* shape) {
+    int lane = threadIdx.x & 31, n = 0;
+    if (!lane) shape[0] = 0;
+    __syncwarp();
+    if (!(stream.models & 1)) return;
+    const Fit* fits = job->fits + stream.first_tensor;
+    for (int i = 0; i < stream.tensors; i++) n += fits[i].nonzero != 0;
+    for (int i = lane; i < stream.tensors; i += 32) {
+        if (!fits[i].nonzero) continue;
+        int below = 0;
+        for (int j = 0; j < stream.tensors; j++)
+            below += fits[j].nonzero && (fits[j].beta < fits[i].beta || (fits[j].beta == fits[i].beta && j < i));
+        if (below == n / 2) shape[1] = fits[i].beta, shape[2] = fits[i].zero_mass, shape[0] = 1;
     }
-    __syncthreads();
-    i64 n = i64(total);
-    if (used <= 1) {  // all symbols are the same
-        if (mine) stream.head[1] = u8(s);
-        if (!s) {
-            stream.used_coder = CONSTANT, stream.chunks = 0, stream.data = 0;
-            stream.head[0] = CONSTANT, stream.head_length = 2, stream.length = 2;
-        }
-        return;
-    }
-    double raw_bits = double(n) * width;
-    int precisions[3], many = 0, found = 0;
-    if (K > 16) {
-        precisions[many++] = 14;
-    } else {
-        precisions[many++] = 8;
-        if (double(n) < kLarge) precisions[many++] = 11;
-        precisions[many++] = 12;
-    }
-    if (stream.coder == RANS) {
-        for (int p = 0; p < many; p++) {
-            for (int model = GENNORM; model <= HISTOGRAM; model++) {
-                if (!(stream.models >> (model - 1) & 1) || (model == GENNORM && !fitted)) continue;
-                if (model == GENNORM) {
-                    const u32* masses = reinterpret_cast<const u32*>(static_cast<const u8*>(stream.format) + kMasses);
-                    int off = s < stream.zero ? stream.zero - s : s - stream.zero;
-                    if (s < K) shaped[s] = u64(masses[beta * 128 + off]) * u64(256 - zero_mass) + (off ? 0 : u64(zero_mass) << 16);
-                    __syncthreads();
-                    normalize(shaped, frequencies, K, precisions[p]);
-                } else {
-                    normalize(counts, frequencies, K, precisions[p]);
-                }
-                u32 f = s < K ? frequencies[s] : 0;
-                double cost = 0;
-                if (mine) cost = f ? double(mine) * (precisions[p] - log2(double(f))) : 1e300;
-                cost = block_sum(cost);
-                double table = block_sum(s < K && s != stream.zero ? double(gamma_bits(f)) : 0.0);
-                if (!s) {
-                    double side = model == GENNORM ? 16.0 : 8.0 * double((i64(table) + 7) / 8);
-                    choices[found] = {cost + side, model, precisions[p]};
-                }
-                found++;
-                __syncthreads();
-            }
-        }
-    }
-    __shared__ Choice chosen;
-    if (!s) {
-        double least = 1e301;
-        for (int i = 0; i < found; i++) least = choices[i].bits < least ? choices[i].bits : least;
-        double limit = double(n) >= kLarge ? least * kTolerance : least;
-        chosen = {0, 0, 0};
-        for (int i = found - 1; i >= 0; i--)
-            if (choices[i].bits <= limit) chosen = choices[i];
-        if (chosen.model && chosen.bits + 32 >= raw_bits) chosen.model = 0;
-    }
-    __syncthreads();
-    if (!chosen.model) {
-        if (!s) {
-            stream.used_coder = RAW;
-            stream.head[0] = RAW;
-            stream.head_length = 1;
-            stream.precision = width;
-            // Chunks of a multiple of 8 symbols, packed and put one after the other.
-            i64 size = (n + stream.most_chunks - 1) / stream.most_chunks;
-            size = size < 16384 ? 16384 : (size + 63) / 64 * 64;
-            stream.chunk_size = size;
-            stream.chunks = int((n + size - 1) / size);
-        }
-        return;
-    }
-    if (chosen.model == GENNORM) {
-        const u32* masses = reinterpret_cast<const u32*>(static_cast<const u8*>(stream.format) + kMasses);
-        int off = s < stream.zero ? stream.zero - s : s - stream.zero;
-        if (s < K) shaped[s] = u64(masses[beta * 128 + off]) * u64(256 - zero_mass) + (off ? 0 : u64(zero_mass) << 16);
-        __syncthreads();
-        normalize(shaped, frequencies, K, chosen.precision);
-    } else {
-        normalize(counts, frequencies, K, chosen.precision);
-    }
-    u32 f = s < K ? frequencies[s] : 0;
-    u64 all, start = block_scan(f, &all);
-    if (s < K && f) {
-        int shift = 0;
-        while (1u << shift < f) shift++;
-        stream.reciprocal[s] = u32(((u64(1) << (31 + shift)) + f - 1) / f);
-        stream.packed[s] = (f - 1) | u32(start) << 14 | u32(shift) << 28;
-    }
-    // The table, as Elias-gamma codes in the order of symbols, bits from the lowest of each byte upwards.
-    __shared__ u32 bits[kMostHead / 4];
-    for (int j = s; j < kMostHead / 4; j += blockDim.x) bits[j] = 0;
-    __syncthreads();
-    bool sent = chosen.model == HISTOGRAM && s < K && s != stream.zero;
-    u64 table_bits, at = block_scan(sent ? u64(gamma_bits(f)) : 0, &table_bits);
-    if (sent) {
-        int size = 32 - __clz(int(f + 1));
-        u32 at_bit = u32(at) + size - 1;  // behind the zeros; the number follows, its highest bit first
-        for (int b = size - 1; b >= 0; b--, at_bit++)
-            if ((f + 1) >> b & 1) atomicOr(&bits[at_bit >> 5], 1u << (at_bit & 31));
-    }
-    __syncthreads();
-    int table_bytes = chosen.model == HISTOGRAM ? int((table_bits + 7) / 8) : 2;
-    if (chosen.model == HISTOGRAM)
-        for (int j = s; j < table_bytes; j += blockDim.x) stream.head[1 + j] = u8(bits[j >> 2] >> 8 * (j & 3));
-    if (s) return;
+    __syncwarp();
+}
+
+__device__ __forceinline__ void write_constant(Stream& stream, int symbol) {
+    stream.used_coder = CONSTANT, stream.chunks = 0, stream.data = 0;
+    stream.head[0] = CONSTANT, stream.head[1] = u8(symbol), stream.head_length = 2, stream.length = 2;
+}
+
+// Chunks of a multiple of 64 symbols, packed and put one after the other.
+__device__ __forceinline__ void write_raw(Stream& stream, i64 n, int width) {
+    stream.used_coder = RAW;
+    stream.head[0] = RAW;
+    stream.head_length = 1;
+    stream.precision = width;
+    i64 size = (n + stream.most_chunks - 1) / stream.most_chunks;
+    size = size < 16384 ? 16384 : (size + 63) / 64 * 64;
+    stream.chunk_size = size;
+    stream.chunks = int((n + size - 1) / size);
+}
+
+__device__ __forceinline__ void write_symbol(Stream& stream, int s, u32 f, u32 start) {
+    int shift = f > 1 ? 32 - __clz(int(f - 1)) : 0;  // the least with 2^shift ≥ f
+    stream.reciprocal[s] = u32(((u64(1) << (31 + shift)) + f - 1) / f);
+    stream.packed[s] = (f - 1) | start << 14 | u32(shift) << 28;
+}
+
+// The Elias-gamma code of f + 1 from bit `at` on: zeros, then the number, its highest bit first.
+__device__ __forceinline__ void put_gamma(u32* words, u32 at, u32 f) {
+    int size = 32 - __clz(int(f + 1));
+    u32 bit = at + size - 1;
+    for (int b = size - 1; b >= 0; b--, bit++)
+        if ((f + 1) >> b & 1) atomicOr(&words[bit >> 5], 1u << (bit & 31));
+}
+
+// The coding byte, and how many lanes and chunks there are; by one thread.
+__device__ void write_head(Stream& stream, const Choice& chosen, const int* shape, i64 n, int table_bytes) {
     stream.used_coder = RANS;
     stream.model = chosen.model;
     stream.precision = chosen.precision;
     stream.head[0] = u8(RANS | chosen.model << 2 | chosen.precision << 4);
-    if (chosen.model == GENNORM) stream.head[1] = u8(beta), stream.head[2] = u8(zero_mass);
+    if (chosen.model == GENNORM) stream.head[1] = u8(shape[1]), stream.head[2] = u8(shape[2]);
     double lanes = chosen.bits / kBitsPerLane, least_lanes = double((n + kMostRows - 1) / kMostRows);
     lanes = lanes < least_lanes ? least_lanes : lanes;
     int lane_bits = 0;
@@ -171,10 +91,8 @@ extern "C" __global__ void choose(Job* job) {
     chunks = chunks < 1 ? 1 : chunks > stream.most_chunks ? stream.most_chunks : chunks;
     chunks = chunks > blocks ? blocks : chunks;
     i64 size = ((n + chunks - 1) / chunks + 63) / 64 * 64;
-    chunks = (n + size - 1) / size;  // rounding up may have left the last ones empty
-    size = ((n + chunks - 1) / chunks + 63) / 64 * 64;
-    while (size * (chunks - 1) >= n) {
-        chunks--;
+    while (size * (chunks - 1) >= n) {  // rounding up has left the last one empty
+        chunks = (n + size - 1) / size;
         size = ((n + chunks - 1) / chunks + 63) / 64 * 64;
     }
     stream.lane_bits = lane_bits;
@@ -184,6 +102,180 @@ extern "C" __global__ void choose(Job* job) {
     stream.head[head++] = u8(lane_bits | (chunks > 1 ? 128 : 0));
     if (chunks > 1) head += put_varint(stream.head + head, u64(chunks));
     stream.head_length = head;
+}
+
+// ── few symbols: one warp for each candidate ──
+
+// Frequencies of up to 32 symbols, one for each lane, that add up to 2^precision; as `normalize` does it.
+__device__ u32 normalize_by_warp(u64 count, int alphabet, int precision) {
+    int lane = threadIdx.x & 31;
+    u64 total = count;
+    for (int by = 16; by; by >>= 1) total += __shfl_xor_sync(~0u, total, by);
+    u64 scaled = count << precision, floor = scaled / total, remainder = scaled - floor * total;
+    u32 f = count ? (floor ? u32(floor) : 1u) : 0u;
+    u64 key = count && floor ? remainder + 1 : 0;
+    int missing = (1 << precision) - int(warp_sum_u32(f));
+    if (missing > 0) {
+        int rank = 0;
+        for (int j = 0; j < alphabet; j++) {
+            u64 other = __shfl_sync(~0u, key, j);
+            rank += other > key || (other == key && j < lane);
+        }
+        if (lane < alphabet && rank < missing) f++;
+    }
+    for (; missing < 0; missing++) {
+        u32 best = f;
+        for (int by = 16; by; by >>= 1) best = max(best, __shfl_xor_sync(~0u, best, by));
+        if (lane == __ffs(int(__ballot_sync(~0u, f == best))) - 1) f--;
+    }
+    return f;
+}
+
+// One block of 192 threads for each stream of up to 32 symbols: what `choose` does, every candidate by a warp of its own.
+extern "C" __global__ void choose_few(Job* job) {
+    __shared__ Choice choices[6];
+    __shared__ u32 tables[6][32];
+    __shared__ int shape[3], winner;  // of the GenNorm: whether there is one, β and zero mass
+    Stream& stream = job->streams[blockIdx.x];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, K = stream.alphabet;
+    u64 count = lane < K ? stream.counts[lane] : 0, n = count;
+    for (int by = 16; by; by >>= 1) n += __shfl_xor_sync(~0u, n, by);
+    u32 used = __ballot_sync(~0u, count != 0);
+    if (!warp) find_shape(job, stream, shape);
+    __syncthreads();
+    if (threadIdx.x < K) stream.counts[threadIdx.x] = 0;  // for the next message
+    if (__popc(used) <= 1) {
+        if (!threadIdx.x) write_constant(stream, used ? __ffs(int(used)) - 1 : 0);
+        return;
+    }
+    int width = 1;
+    while (1 << width < K) width++;
+    bool large = double(n) >= kLarge, fine = K > 16;
+    // Candidates in the order of `choose`: by precision, the fastest first, then by model.
+    int precision = fine ? 14 : warp < 2 ? 8 : warp < 4 && !large ? 11 : 12, model = GENNORM + (warp & 1);
+    bool wanted = stream.coder == RANS && stream.models >> (model - 1) & 1 && (model == HISTOGRAM || shape[0]);
+    wanted &= fine ? warp < 2 : large ? warp < 4 : true;
+    u32 f = 0;
+    if (wanted) {
+        f = normalize_by_warp(model == GENNORM ? gennorm_mass(stream, shape, lane) : count, K, precision);
+        double cost = count ? (f ? double(count) * (precision - log2(double(f))) : 1e300) : 0.0;
+        cost = warp_sum(cost);
+        u32 table = warp_sum_u32(lane < K && lane != stream.zero ? u32(gamma_bits(f)) : 0u);
+        if (!lane) choices[warp] = {cost + (model == GENNORM ? 16.0 : 8.0 * ((table + 7) / 8)), model, precision};
+    } else if (!lane) {
+        choices[warp] = {1e301, 0, 0};
+    }
+    tables[warp][lane] = f;
+    __syncthreads();
+    if (!threadIdx.x) {
+        double least = 1e301;
+        for (int i = 0; i < 6; i++) least = choices[i].bits < least ? choices[i].bits : least;
+        double limit = large ? least * kTolerance : least;
+        winner = -1;
+        for (int i = 5; i >= 0; i--)
+            if (choices[i].model && choices[i].bits <= limit) winner = i;
+        if (winner >= 0 && choices[winner].bits + 32 >= double(n) * width) winner = -1;
+        if (winner < 0) write_raw(stream, i64(n), width);
+    }
+    __syncthreads();
+    if (winner < 0 || warp) return;
+    Choice chosen = choices[winner];
+    f = tables[winner][lane];
+    u32 upto = warp_scan(f);
+    if (lane < K && f) write_symbol(stream, lane, f, upto - f);
+    u32 bits = lane < K && lane != stream.zero ? u32(gamma_bits(f)) : 0, end = warp_scan(bits);
+    int table_bytes = 2;
+    if (chosen.model == HISTOGRAM) {
+        __shared__ u32 words[32];  // 31 codes of up to 29 bits
+        words[lane] = 0;
+        __syncwarp();
+        if (bits) put_gamma(words, end - bits, f);
+        __syncwarp();
+        table_bytes = int((__shfl_sync(~0u, end, 31) + 7) / 8);
+        for (int j = lane; j < table_bytes; j += 32) stream.head[1 + j] = u8(words[j >> 2] >> 8 * (j & 3));
+    }
+    if (!lane) write_head(stream, chosen, shape, i64(n), table_bytes);
+}
+
+// ── any number of symbols ──
+
+// One block of 256 threads for each stream, one for each symbol: the cheapest model and precision, the layout of lanes
+// and chunks, the head.
+extern "C" __global__ void choose(Job* job) {
+    __shared__ u64 counts[kSymbols], shaped[kSymbols];
+    __shared__ u32 frequencies[kSymbols];
+    __shared__ int shape[3], found;
+    __shared__ Choice choices[6], chosen;
+    __shared__ u32 bits[kMostHead / 4];
+    Stream& stream = job->streams[blockIdx.x];
+    int s = threadIdx.x, K = stream.alphabet;
+    u64 mine = s < K ? stream.counts[s] : 0, total, used;
+    counts[s] = mine;
+    stream.counts[s] = 0;  // for the next message
+    block_scan(mine, &total);
+    block_scan(mine != 0, &used);
+    if (s < 32) find_shape(job, stream, shape);
+    if (!s) found = 0;
+    __syncthreads();
+    i64 n = i64(total);
+    if (used <= 1) {  // all symbols are the same
+        if (!total && !s) write_constant(stream, 0);
+        if (mine) write_constant(stream, s);
+        return;
+    }
+    int width = 1, precisions[3], many = 0;
+    while (1 << width < K) width++;
+    if (K > 16) {
+        precisions[many++] = 14;
+    } else {
+        precisions[many++] = 8;
+        if (double(n) < kLarge) precisions[many++] = 11;
+        precisions[many++] = 12;
+    }
+    if (s < K) shaped[s] = shape[0] ? gennorm_mass(stream, shape, s) : 0;
+    __syncthreads();
+    for (int p = 0; stream.coder == RANS && p < many; p++) {
+        for (int model = GENNORM; model <= HISTOGRAM; model++) {
+            if (!(stream.models >> (model - 1) & 1) || (model == GENNORM && !shape[0])) continue;
+            normalize(model == GENNORM ? shaped : counts, frequencies, K, precisions[p]);
+            u32 f = s < K ? frequencies[s] : 0;
+            double cost = block_sum(mine ? (f ? double(mine) * (precisions[p] - log2(double(f))) : 1e300) : 0.0);
+            double table = block_sum(s < K && s != stream.zero ? double(gamma_bits(f)) : 0.0);
+            if (!s) {
+                double side = model == GENNORM ? 16.0 : 8.0 * double((i64(table) + 7) / 8);
+                choices[found++] = {cost + side, model, precisions[p]};
+            }
+            __syncthreads();
+        }
+    }
+    if (!s) {
+        double least = 1e301;
+        for (int i = 0; i < found; i++) least = choices[i].bits < least ? choices[i].bits : least;
+        double limit = double(n) >= kLarge ? least * kTolerance : least;
+        chosen = {0, 0, 0};
+        for (int i = found - 1; i >= 0; i--)
+            if (choices[i].bits <= limit) chosen = choices[i];
+        if (chosen.model && chosen.bits + 32 >= double(n) * width) chosen.model = 0;
+        if (!chosen.model) write_raw(stream, n, width);
+    }
+    __syncthreads();
+    if (!chosen.model) return;
+    normalize(chosen.model == GENNORM ? shaped : counts, frequencies, K, chosen.precision);
+    u32 f = s < K ? frequencies[s] : 0;
+    u64 all, start = block_scan(f, &all);
+    if (s < K && f) write_symbol(stream, s, f, u32(start));
+    // The table, as Elias-gamma codes in the order of symbols, bits from the lowest of each byte upwards.
+    for (int j = s; j < kMostHead / 4; j += blockDim.x) bits[j] = 0;
+    __syncthreads();
+    bool sent = chosen.model == HISTOGRAM && s < K && s != stream.zero;
+    u64 table_bits, at = block_scan(sent ? u64(gamma_bits(f)) : 0, &table_bits);
+    if (sent) put_gamma(bits, u32(at), f);
+    __syncthreads();
+    int table_bytes = chosen.model == HISTOGRAM ? int((table_bits + 7) / 8) : 2;
+    if (chosen.model == HISTOGRAM)
+        for (int j = s; j < table_bytes; j += blockDim.x) stream.head[1 + j] = u8(bits[j >> 2] >> 8 * (j & 3));
+    __syncthreads();
+    if (!s) write_head(stream, chosen, shape, n, table_bytes);
 }
 
 // ── rANS ──────────────────────────────────────────────────────────────────────────────────────────

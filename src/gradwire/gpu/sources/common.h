@@ -36,7 +36,8 @@ __device__ __forceinline__ u16 float_to_bf16(float x) {  // of numbers that are 
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-__device__ __forceinline__ float limited(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+// Limits a number that is not NaN.
+__device__ __forceinline__ float limited(float x, float most) { return fminf(fmaxf(x, -most), most); }
 
 // The value that a receiver decodes: limited and rounded to the tensor's dtype.
 __device__ __forceinline__ float received(float x, int dtype) {

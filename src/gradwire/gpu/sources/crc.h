@@ -48,58 +48,54 @@ __device__ __forceinline__ u32 times_power_by_warp(u32 a, u64 bytes) {
     return mine;
 }
 
-// What the nibble n at place p of a word adds to the checksum behind the word.
+// The nibble n at place p, times x^4096: by which a thread's checksum grows from one of its words to the next, 128 words
+// further on.
 __constant__ u32 kNibbles[8 * 16] = {
-    0x00000000u, 0xb8bc6765u, 0xaa09c88bu, 0x12b5afeeu, 0x8f629757u, 0x37def032u, 0x256b5fdcu, 0x9dd738b9u,
-    0xc5b428efu, 0x7d084f8au, 0x6fbde064u, 0xd7018701u, 0x4ad6bfb8u, 0xf26ad8ddu, 0xe0df7733u, 0x58631056u,
-    0x00000000u, 0x5019579fu, 0xa032af3eu, 0xf02bf8a1u, 0x9b14583du, 0xcb0d0fa2u, 0x3b26f703u, 0x6b3fa09cu,
-    0xed59b63bu, 0xbd40e1a4u, 0x4d6b1905u, 0x1d724e9au, 0x764dee06u, 0x2654b999u, 0xd67f4138u, 0x866616a7u,
-    0x00000000u, 0x01c26a37u, 0x0384d46eu, 0x0246be59u, 0x0709a8dcu, 0x06cbc2ebu, 0x048d7cb2u, 0x054f1685u,
-    0x0e1351b8u, 0x0fd13b8fu, 0x0d9785d6u, 0x0c55efe1u, 0x091af964u, 0x08d89353u, 0x0a9e2d0au, 0x0b5c473du,
-    0x00000000u, 0x1c26a370u, 0x384d46e0u, 0x246be590u, 0x709a8dc0u, 0x6cbc2eb0u, 0x48d7cb20u, 0x54f16850u,
-    0xe1351b80u, 0xfd13b8f0u, 0xd9785d60u, 0xc55efe10u, 0x91af9640u, 0x8d893530u, 0xa9e2d0a0u, 0xb5c473d0u,
-    0x00000000u, 0x191b3141u, 0x32366282u, 0x2b2d53c3u, 0x646cc504u, 0x7d77f445u, 0x565aa786u, 0x4f4196c7u,
-    0xc8d98a08u, 0xd1c2bb49u, 0xfaefe88au, 0xe3f4d9cbu, 0xacb54f0cu, 0xb5ae7e4du, 0x9e832d8eu, 0x87981ccfu,
-    0x00000000u, 0x4ac21251u, 0x958424a2u, 0xdf4636f3u, 0xf0794f05u, 0xbabb5d54u, 0x65fd6ba7u, 0x2f3f79f6u,
-    0x3b83984bu, 0x71418a1au, 0xae07bce9u, 0xe4c5aeb8u, 0xcbfad74eu, 0x8138c51fu, 0x5e7ef3ecu, 0x14bce1bdu,
-    0x00000000u, 0x77073096u, 0xee0e612cu, 0x990951bau, 0x076dc419u, 0x706af48fu, 0xe963a535u, 0x9e6495a3u,
-    0x0edb8832u, 0x79dcb8a4u, 0xe0d5e91eu, 0x97d2d988u, 0x09b64c2bu, 0x7eb17cbdu, 0xe7b82d07u, 0x90bf1d91u,
-    0x00000000u, 0x1db71064u, 0x3b6e20c8u, 0x26d930acu, 0x76dc4190u, 0x6b6b51f4u, 0x4db26158u, 0x5005713cu,
-    0xedb88320u, 0xf00f9344u, 0xd6d6a3e8u, 0xcb61b38cu, 0x9b64c2b0u, 0x86d3d2d4u, 0xa00ae278u, 0xbdbdf21cu,
+    0x00000000u, 0x1072db28u, 0x20e5b650u, 0x30976d78u, 0x41cb6ca0u, 0x51b9b788u, 0x612edaf0u, 0x715c01d8u,
+    0x8396d940u, 0x93e40268u, 0xa3736f10u, 0xb301b438u, 0xc25db5e0u, 0xd22f6ec8u, 0xe2b803b0u, 0xf2cad898u,
+    0x00000000u, 0xdc5cb4c1u, 0x63c86fc3u, 0xbf94db02u, 0xc790df86u, 0x1bcc6b47u, 0xa458b045u, 0x78040484u,
+    0x5450b94du, 0x880c0d8cu, 0x3798d68eu, 0xebc4624fu, 0x93c066cbu, 0x4f9cd20au, 0xf0080908u, 0x2c54bdc9u,
+    0x00000000u, 0xa8a1729au, 0x8a33e375u, 0x229291efu, 0xcf16c0abu, 0x67b7b231u, 0x452523deu, 0xed845144u,
+    0x455c8717u, 0xedfdf58du, 0xcf6f6462u, 0x67ce16f8u, 0x8a4a47bcu, 0x22eb3526u, 0x0079a4c9u, 0xa8d8d653u,
+    0x00000000u, 0x8ab90e2eu, 0xce031a1du, 0x44ba1433u, 0x4777327bu, 0xcdce3c55u, 0x89742866u, 0x03cd2648u,
+    0x8eee64f6u, 0x04576ad8u, 0x40ed7eebu, 0xca5470c5u, 0xc999568du, 0x432058a3u, 0x079a4c90u, 0x8d2342beu,
+    0x00000000u, 0xc6adcfadu, 0x562a991bu, 0x908756b6u, 0xac553236u, 0x6af8fd9bu, 0xfa7fab2du, 0x3cd26480u,
+    0x83db622du, 0x4576ad80u, 0xd5f1fb36u, 0x135c349bu, 0x2f8e501bu, 0xe9239fb6u, 0x79a4c900u, 0xbf0906adu,
+    0x00000000u, 0xdcc7c21bu, 0x62fe8277u, 0xbe39406cu, 0xc5fd04eeu, 0x193ac6f5u, 0xa7038699u, 0x7bc44482u,
+    0x508b0f9du, 0x8c4ccd86u, 0x32758deau, 0xeeb24ff1u, 0x95760b73u, 0x49b1c968u, 0xf7888904u, 0x2b4f4b1fu,
+    0x00000000u, 0xa1161f3au, 0x995d3835u, 0x384b270fu, 0xe9cb762bu, 0x48dd6911u, 0x70964e1eu, 0xd1805124u,
+    0x08e7ea17u, 0xa9f1f52du, 0x91bad222u, 0x30accd18u, 0xe12c9c3cu, 0x403a8306u, 0x7871a409u, 0xd967bb33u,
+    0x00000000u, 0x11cfd42eu, 0x239fa85cu, 0x32507c72u, 0x473f50b8u, 0x56f08496u, 0x64a0f8e4u, 0x756f2ccau,
+    0x8e7ea170u, 0x9fb1755eu, 0xade1092cu, 0xbc2edd02u, 0xc941f1c8u, 0xd88e25e6u, 0xeade5994u, 0xfb118dbau,
 };
 
-// The checksum (without inversions) of some bytes, for all threads. By a block of 128 threads: one slice each.
+// The checksum (without inversions) of some bytes, for all threads. By a block of 128 threads, each of which has every
+// 128th word, so that loads are coalesced.
 __device__ u32 block_crc(const u8* bytes, u64 length) {
     __shared__ u32 nibbles[8 * 16], sums[4];
     int tid = threadIdx.x;
     __syncthreads();
     nibbles[tid] = kNibbles[tid];
     __syncthreads();
-    u64 slice = ((length + 127) / 128 + 3) & ~u64(3);
-    u64 begin = slice * tid < length ? slice * tid : length, end = begin + slice < length ? begin + slice : length;
+    u64 words = length / 4;
+    const u32* from = reinterpret_cast<const u32*>((u64)(bytes) & ~u64(3));
+    int skew = int((u64)(bytes) & 3) * 8;
     u32 crc = 0;
-    u64 address = (u64)(bytes + begin), k = begin;
-    int skew = int(address & 3) * 8;
-    if (k + 8 <= end) {
-        // Words at multiples of four; each word of the slice is put together from two of them.
-        const u32* word = reinterpret_cast<const u32*>(address & ~u64(3));
-        u32 here = *word++;
-        for (; k + 8 <= end; k += 4) {
-            u32 next = *word++;
-            crc ^= __funnelshift_r(here, next, skew);
-            here = next;
-            u32 sum = 0;
+    u64 k = tid;
+#pragma unroll 4
+    for (; k < words; k += 128) {
+        u32 word = skew ? __funnelshift_r(from[k], from[k + 1], skew) : from[k], sum = 0;
 #pragma unroll
-            for (int p = 0; p < 8; p++) sum ^= nibbles[16 * p + (crc >> 4 * p & 15)];
-            crc = sum;
-        }
+        for (int p = 0; p < 8; p++) sum ^= nibbles[16 * p + (crc >> 4 * p & 15)];
+        crc = sum ^ word;
     }
-    for (; k < end; k++) {
-        crc ^= bytes[k];
-        crc = crc >> 4 ^ nibbles[16 * 7 + (crc & 15)];
-        crc = crc >> 4 ^ nibbles[16 * 7 + (crc & 15)];
+    // Behind its last word this thread has k − 128 … words of others, and the tail.
+    if (crc) crc = times_power(crc, length - 4 * (k - 128));
+    if (!tid) {
+        u32 tail = 0;
+        for (u64 j = 4 * words; j < length; j++) tail = crc_byte(tail, bytes[j]);
+        crc ^= tail;
     }
-    if (crc) crc = times_power(crc, length - end);
     for (int by = 16; by; by >>= 1) crc ^= __shfl_xor_sync(~0u, crc, by);
     if (!(tid & 31)) sums[tid >> 5] = crc;
     __syncthreads();

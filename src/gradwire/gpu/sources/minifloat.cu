@@ -15,23 +15,29 @@ struct Format {           // of `Tensor.format`
 
 __device__ __forceinline__ u32 f2b(float x) { return __float_as_uint(x); }
 
-// The nearest value of the format to y, as the index of its magnitude; `level` gets the magnitude itself.
-__device__ __forceinline__ int nearest(const Format& f, float y, float* level) {
-    float magnitude = y < 0 ? (f.sign ? -y : 0.0f) : y;
-    magnitude = magnitude > f.largest ? f.largest : magnitude;
-    int exponent = int(f2b(magnitude) >> 23) - 127;
-    exponent = exponent < f.min_exponent ? f.min_exponent : exponent;
-    // Both scales are powers of two within the range of fp32: biases are limited so that they are.
-    float up = __uint_as_float(u32(127 + f.mantissa - exponent) << 23);
-    float down = __uint_as_float(u32(127 - f.mantissa + exponent) << 23);
-    int multiple = __float2int_rn(__fmul_rn(magnitude, up));
-    int index = ((exponent - f.min_exponent) << f.mantissa) + multiple;
-    *level = __fmul_rn(float(multiple), down);
-    if (index > f.top) {
-        index = f.top;
-        *level = f.largest;
-    }
-    return index;
+// What rounding to a signed format takes, in registers.
+struct Rounding {
+    float largest;
+    u32 smallest_bits;  // the exponent bits of the smallest normal number: below it the spacing stays the same
+    u32 up_bits;        // minus the exponent bits of a number, this is the power of two that makes it a multiple of 1
+    u32 down_bits;      // what the exponent bits exceed those of the spacing by
+    int shift;          // from exponent bits to the number of magnitudes below
+};
+
+__device__ __forceinline__ Rounding rounding_of(const Format& f) {
+    return {f.largest, u32(f.min_exponent + 127) << 23, u32(254 + f.mantissa) << 23, u32(f.mantissa) << 23, 23 - f.mantissa};
+}
+
+// The nearest magnitude of the format to |y|, ties to even, as its index; `level` gets the magnitude itself. The largest
+// magnitude is one of the format, so that nothing below it rounds beyond. No branches, and no slow conversions: adding
+// 1.5·2^23 rounds a small number to an integer, which then stands in the low bits.
+__device__ __forceinline__ u32 nearest(const Rounding& r, float y, float* level) {
+    const float magic = 12582912.0f;
+    float a = fminf(fabsf(y), r.largest);
+    u32 exponent = max(__float_as_uint(a) & 0x7f800000u, r.smallest_bits);
+    float rounded = __fadd_rn(__fmul_rn(a, __uint_as_float(r.up_bits - exponent)), magic);
+    *level = __fmul_rn(__fadd_rn(rounded, -magic), __uint_as_float(exponent - r.down_bits));
+    return ((exponent - r.smallest_bits) >> r.shift) + (__float_as_uint(rounded) & 0xffffu);
 }
 
 __device__ __forceinline__ float round_step(double step) {
@@ -125,13 +131,11 @@ extern "C" __global__ void sample(Job* job, const Where* parts) {
 
 // Where nearly all of the sample is zero, all entries are looked at: their moments, and as the new sample the first
 // numbers of each tile that are not zero, as many of each as there is room for.
-extern "C" __global__ void look_closer(Job* job, const Where* tiles) {
-    Where where = tiles[blockIdx.x];
+__device__ void look_at_tile(Job* job, Where where) {
+    __shared__ u32 kept;
     const Tensor& t = job->tensors[where.item];
     Fit& fit = job->fits[where.item];
-    if (!fit.closer) return;
     const Format& f = *static_cast<const Format*>(t.format);
-    __shared__ u32 kept;
     i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
     u32 room = u32(kSample / t.tiles);
     float* sample = t.sample + i64(where.index) * room;
@@ -170,6 +174,14 @@ extern "C" __global__ void look_closer(Job* job, const Where* tiles) {
     fit_moments(f, fit, u64(sums[0]), sums[1], sums[2], t.count);
 }
 
+// Some blocks of 256 threads, for all tiles in turn: hardly any tensor needs it.
+extern "C" __global__ void look_closer(Job* job, const Where* tiles, i64 count) {
+    for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
+        Where where = tiles[i];
+        if (job->fits[where.item].closer) look_at_tile(job, where);
+    }
+}
+
 // Squared errors of nearby steps. A part of the sample proposes a step and all of it decides. Blocks of 256 threads.
 extern "C" __global__ void try_steps(Job* job, const Where* parts) {
     __shared__ double sums[2 * kSteps];
@@ -177,7 +189,7 @@ extern "C" __global__ void try_steps(Job* job, const Where* parts) {
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Fit& fit = job->fits[where.item];
-    const Format& f = *static_cast<const Format*>(t.format);
+    const Rounding rounding = rounding_of(*static_cast<const Format*>(t.format));
     if (threadIdx.x < kSteps) {
         int j = threadIdx.x, quarter = j <= 8 ? j - 9 : j - 8;  // −8 … −1, 1 … 4
         steps[j] = j ? round_step(double(fit.step) * exp2(quarter / 4.0)) : fit.step;
@@ -195,7 +207,7 @@ extern "C" __global__ void try_steps(Job* job, const Where* parts) {
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
             float level;
-            nearest(f, fabsf(__fmul_rn(u, inverses[j])), &level);
+            nearest(rounding, __fmul_rn(u, inverses[j]), &level);
             double error = fabs(double(u)) - double(level) * double(steps[j]);
             errors[j] += error * error;
             if (proposes) errors[kSteps + j] += error * error;
@@ -238,17 +250,16 @@ template <bool FEW, bool WIDE>
 __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts) {
     const Tensor& t = job->tensors[where.item];
     const Fit& fit = job->fits[where.item];
-    const Format& full = *static_cast<const Format*>(t.format);
-    Format f;  // only what is used of it is kept, in registers
-    f.largest = full.largest, f.min_exponent = full.min_exponent, f.mantissa = full.mantissa, f.top = full.top;
-    f.sign = full.sign;
+    const Format& format = *static_cast<const Format*>(t.format);
+    const Rounding rounding = rounding_of(format);
     const float step = fit.step, inverse = fit.inverse, decay = t.decay;
-    const int zero = full.zero, dtype = WIDE ? FP32 : t.dtype;
+    const u32 zero = u32(format.zero);
+    const int dtype = WIDE ? FP32 : t.dtype;
     const float *gradient = static_cast<const float*>(t.gradient), *before = t.before;
     float* after = t.after;
     u8* symbols = job->symbols + t.first;
     i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
-    bool finite = true;
+    u32 largest_bits = 0;  // of |g|: beyond those of the finite numbers if one is not finite
     FewCounts few = {0, 0, 0};
     for (i64 base = begin; base < end; base += 2048) {
         float g[8], e[8];
@@ -279,14 +290,13 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts)
             float left[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                finite &= is_finite(g[4 * h + k]);
+                largest_bits = max(largest_bits, __float_as_uint(g[4 * h + k]) & 0x7fffffffu);
                 float u = before ? compensated(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k], level;
                 float y = __fmul_rn(u, inverse);
-                int index = nearest(f, y, &level);
-                bool negative = y < 0;
+                u32 index = nearest(rounding, y, &level), sign = __float_as_uint(y) & 0x80000000u;
                 float value = received(__fmul_rn(level, step), dtype);
-                left[k] = __fsub_rn(u, negative ? -value : value);
-                u32 symbol = u32(negative ? zero - index : zero + index);
+                left[k] = __fsub_rn(u, __uint_as_float(__float_as_uint(value) | sign));
+                u32 symbol = sign ? zero - index : zero + index;
                 packed |= symbol << 8 * k;
                 if (FEW && (whole || i + k < end)) few.add(symbol);
                 if (!FEW && (whole || i + k < end)) atomicAdd(&counts[symbol], 1u);
@@ -306,7 +316,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts)
         }
         if (FEW) few.widen();  // after eight entries
     }
-    if (!finite) atomicOr(&job->status->bits, u32(NONFINITE));
+    if (largest_bits >= 0x7f800000u) atomicOr(&job->status->bits, u32(NONFINITE));
     if (FEW) {
         int alphabet = job->streams[t.stream].alphabet;
 #pragma unroll
