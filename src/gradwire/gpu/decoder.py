@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from gradwire.convert.conversion import Converter
-from gradwire.gpu import programs
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.gpu.encoder import family_of
 from gradwire.gpu.families import Family
-from gradwire.gpu.launcher import Arguments
 from gradwire.gpu.layout import DTYPES, Blob, aligned, pairs
 from gradwire.gpu.structures import (
     ARRIVAL,

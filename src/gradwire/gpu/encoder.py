@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.convert.conversion import Converter
-from gradwire.gpu import programs
+from gradwire.cuda_runtime import programs
 from gradwire.gpu.families import Family, FrameTask
 from gradwire.gpu.layout import DTYPES, MessageLayout
 from gradwire.gpu.minifloat import MinifloatFamily

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from gradwire.convert.conversion import Converter
-from gradwire.gpu import programs
-from gradwire.gpu.launcher import Arguments
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
 
 RAW, RANS = 0, 3
 SOME_BLOCKS = 528  # four for each of 132 multiprocessors

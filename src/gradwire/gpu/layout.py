@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import varint
 from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask
-from gradwire.gpu.launcher import Arguments
 from gradwire.gpu.structures import (
     BYTES,
     FIT,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradwire.gpu import programs
-from gradwire.gpu.launcher import Arguments
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.gpu.workspace import Workspace, host_bytes
 
 SPAN = np.dtype([("at", "u8"), ("count", "i8"), ("itemsize", "i8")])

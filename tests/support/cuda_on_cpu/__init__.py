@@ -1,4 +1,4 @@
-"""The CUDA C++ of gradwire/gpu/sources, compiled by the C++ compiler and run on the CPU with fibers for threads.
+"""The CUDA C++ of gradwire, compiled by the C++ compiler and run on the CPU with fibers for threads.
 
 `CudaOnCpu` takes the place of the CUDA driver (`programs.use_backend`). Everything above the kernels is then the same
 as on a GPU, with tensors in the host's memory.
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from gradwire.gpu import programs
-from gradwire.gpu.launcher import Arguments
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
 
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)')
 _HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -29,7 +29,7 @@ _FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fP
 
 
 class CudaOnCpu:
-    """A backend of `gradwire.gpu.launcher` without a GPU."""
+    """A backend of `gradwire.cuda_runtime.launcher` without a GPU."""
 
     def load(self, source: str, name: str, device: torch.device) -> ctypes.CDLL:
         """Compile the source, unless it has been before."""

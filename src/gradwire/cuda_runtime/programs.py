@@ -1,4 +1,7 @@
-"""The programs in sources/, each loaded once for each device, and whether a device can run them at all."""
+"""Programs in CUDA C++, each loaded once for each device, and whether a device can run them at all.
+
+A program is a file of one of the folders in `SOURCES`; it includes headers of its own folder, or of any other.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from importlib import resources
 
 import torch
 
+from gradwire.cuda_runtime.launcher import Backend, CudaDriver, Kernel
 from gradwire.errors import GradwireError
-from gradwire.gpu.launcher import Backend, CudaDriver, Kernel
 
+# Where sources are, in the package; no file's name is in two of them.
+SOURCES = ("cuda_runtime/sources", "kernels/cuda/sources", "gpu/sources")
 OLDEST = (7, 0)  # compute capability: lanes of a warp that vote by mask came with Volta
 _INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 _backend: Backend = CudaDriver()
@@ -29,7 +34,7 @@ def use_backend(backend: Backend) -> Backend:
 
 @functools.cache
 def kernel(program: str, name: str, device: torch.device) -> Kernel:
-    """Return a kernel of the program sources/<program>.cu."""
+    """Return a kernel of the program <program>.cu."""
     return _backend.kernel(_program(program, device), name, device)
 
 
@@ -40,15 +45,24 @@ def _program(name: str, device: torch.device) -> object:
 
 def source_of(program: str) -> str:
     """Return the source of a program, with what it includes in place of the includes."""
-    folder, seen = resources.files(__package__).joinpath("sources"), set()
+    seen = set()
 
     def text_of(file: str) -> str:
         if file in seen:
             return ""
         seen.add(file)
-        return _INCLUDE.sub(lambda match: text_of(match[1]), folder.joinpath(file).read_text())
+        return _INCLUDE.sub(lambda match: text_of(match[1]), _text(file))
 
     return text_of(f"{program}.cu")
+
+
+def _text(file: str) -> str:
+    package = resources.files("gradwire")
+    found = (package.joinpath(folder, file) for folder in SOURCES)
+    for path in found:
+        if path.is_file():
+            return path.read_text()
+    raise GradwireError(f"{file} is missing from gradwire's sources for GPUs: install gradwire again")
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from gradwire.cuda_runtime import compiler
 from gradwire.errors import GradwireError
-from gradwire.gpu import compiler
 
 
 class Arguments:
