@@ -38,7 +38,7 @@ class Sparse(Converter):
     """
 
     wire_id = SPARSE
-    families = ("quantize", "sparse")
+    families = ("quantize", "sparse", "positions")
     selects = True
 
     def __init__(self, p: float = 0.01, k: int | None = None, positions: str = "auto", threshold: float | None = None):

@@ -37,6 +37,8 @@ IMPLEMENTATIONS = {
     ("cpu", "positions"): "gradwire.kernels.cpu.positions",
     ("cpu", "homomorphic"): "gradwire.kernels.cpu.homomorphic",
     ("cpu", "rows"): "gradwire.kernels.cpu.rows",
+    ("cuda", "sparse"): "gradwire.kernels.cuda.sparse",
+    ("cuda", "homomorphic"): "gradwire.kernels.cuda.homomorphic",
     ("cuda", "rows"): "gradwire.kernels.cuda.rows",
 }
 
@@ -75,7 +77,7 @@ def runs_on(device: torch.device, families: Iterable[str]) -> bool:
     done well enough by plain torch. So the first kernel that is written for a device is reached at once.
     """
     families = tuple(families)
-    written = any(implementation(device.type, family) for family in families)
+    written = any(_is_written_for(device, family) for family in families)
     return device.type == "cpu" or (written and takes(device, families))
 
 
@@ -85,8 +87,15 @@ def takes(device: torch.device, families: Iterable[str]) -> bool:
     Every family has kernels for the device, or is done well enough by plain torch.
     """
     return device.type == "cpu" or all(
-        family in PLAIN_TORCH_EVERYWHERE or implementation(device.type, family) for family in families
+        family in PLAIN_TORCH_EVERYWHERE or _is_written_for(device, family) for family in families
     )
+
+
+def _is_written_for(device: torch.device, family: str) -> bool:
+    """Tell whether a family has kernels for a device, and they can run there: some need a compiler for it."""
+    module = implementation(device.type, family)
+    can_run = getattr(module, "can_run", None)
+    return module is not None and (can_run is None or can_run(device))
 
 
 def instruction_sets() -> list[str]:

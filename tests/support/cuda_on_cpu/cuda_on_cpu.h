@@ -258,6 +258,7 @@ inline unsigned __match_any_sync(unsigned mask, unsigned value) {
     return result;
 }
 inline unsigned __activemask() { return ~0u; }
+inline void __nanosleep(unsigned) { on_cpu::yield(); }
 
 template <typename T, typename U>
 inline T atomicAdd(T* p, U v) { T old = *p; *p = T(old + T(v)); return old; }
@@ -302,6 +303,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     unsigned r = 0;
     for (int i = 0; i < 4; i++) r |= unsigned(both >> 8 * (s >> 4 * i & 7) & 255) << 8 * i;
     return r;
+}
+inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned s) {
+    return unsigned(((unsigned long long)hi << 32 | lo) << (s & 31) >> 32);
 }
 inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned s) {
     return unsigned(((unsigned long long)hi << 32 | lo) >> (s & 31));

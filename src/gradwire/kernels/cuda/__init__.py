@@ -1,1 +1,1 @@
-"""Kernels of `reference` in Triton, for tensors on a GPU; imported only where there are such tensors."""
+"""Kernels of `reference` for tensors on a GPU, in Triton or CUDA C++; imported only where there are such tensors."""
