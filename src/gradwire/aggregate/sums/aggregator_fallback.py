@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.aggregate.sums.aggregator_client import InNetwork, Operation
-from gradwire.aggregate.sums.word_sums import PendingAllReduce, ProcessGroupSums
+from gradwire.aggregate.sums.word_sums import PendingAllReduce, ProcessGroupSums, copied_to
 from gradwire.aggregate.transport.link import Link
 from gradwire.errors import AggregateError
 
+_CPU = torch.device("cpu")
 _DONE = struct.Struct("<Q")  # how many operations a rank has done
 
 
@@ -57,7 +58,9 @@ class AggregatorSums:
         return self.aggregator.bytes_received + (self.link.bytes_received if self.link else 0)
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> PendingSum:
-        """Start to OR and to add the words of all ranks."""
+        """Start to OR and to add the words of all ranks; to the aggregator they go from the CPU."""
+        if self._over_link is None:
+            or_words, add_words = (copied_to(w, _CPU) if w.is_cuda else w for w in (or_words, add_words))
         pending = PendingSum(self._started, or_words, add_words)
         self._started += 1
         if self._over_link is not None:

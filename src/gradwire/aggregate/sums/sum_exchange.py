@@ -116,14 +116,15 @@ class SumExchange:
         """Send index and sketch together."""
         with self.coder.ledger.encoding():
             index, sketch = code.encode(plan, words.positions, words.values)
-            to_or = torch.cat([ored_words(words.told), index])
-            to_add = torch.cat([added_words(words.told, message.print), sketch])
+            to_or = _behind(ored_words(words.told), index)
+            to_add = _behind(added_words(words.told, message.print), sketch)
         ored, added = yield from self._added_up(to_or, to_add)
         outcome = self._learn(message, ored, added)
         if outcome != USABLE:
             return outcome, NOTHING
         with self.coder.ledger.decoding():
-            decoded = code.decode(plan, ored[message.ored :], added[message.added :])
+            index, sketch = (t.to(message.device) for t in (ored[message.ored :], added[message.added :]))
+            decoded = code.decode(plan, index, sketch)
         if not decoded.consistent:
             raise AggregateError("index and sketch do not belong together: the sum of the ranks was damaged")
         return outcome, self._complete(decoded, words)
@@ -131,22 +132,25 @@ class SumExchange:
     def _aligned(self, plan: Plan, message: WordMessage, words: Words) -> SummedLater:
         """Send the index first; then all ranks know the union, and add up its words without a sketch."""
         with self.coder.ledger.encoding():
-            to_or = torch.cat([ored_words(words.told), code.index_of(plan, words.positions)])
+            to_or = _behind(ored_words(words.told), code.index_of(plan, words.positions))
         ored, added = yield from self._added_up(to_or, added_words(words.told, message.print))
         outcome = self._learn(message, ored, added)
         if outcome != USABLE:
             return outcome, NOTHING
         with self.coder.ledger.encoding():
             try:
-                positions, aligned = code.align(plan, ored[message.ored :], words.positions, words.values)
+                index = ored[message.ored :].to(message.device)
+                positions, aligned = code.align(plan, index, words.positions, words.values)
             except GradwireError as error:
                 raise AggregateError(f"the sum of the ranks was damaged: {error}") from error
         _, sums = yield from self._added_up(NO_WORDS, aligned)
+        sums = sums.to(message.device)
         nonzero = sums != 0
         return outcome, (positions, sums) if bool(nonzero.all()) else (positions[nonzero], sums[nonzero])
 
     def _learn(self, message: WordMessage, ored: torch.Tensor, added: torch.Tensor) -> str:
         """Learn for the next step what all ranks told of the parts; return whether their words can be used."""
+        ored, added = ored[: message.ored].cpu(), added[: message.added].cpu()
         told = summaries_from_words(ored, added, len(message.parts), self.world, message.print)
         if any(part.exponent == NOT_FINITE for part in told):
             return SPOILED
@@ -178,7 +182,7 @@ class SumExchange:
         ticket = self.sums.start(
             ored_words(told), torch.cat([added_words(told, message.print), counts_as_words(counts)])
         )
-        ored, added = self.sums.finish(ticket)
+        ored, added = (t.cpu() for t in self.sums.finish(ticket))
         of_all_ranks = summaries_from_words(ored, added, len(message.parts), self.world, message.print)
         if any(part.exponent == NOT_FINITE for part in of_all_ranks):
             message.spoil()
@@ -208,9 +212,15 @@ class SumExchange:
         left = words.at(decoded.left)
         self.coder.ledger.count_frame_bytes(left.nbytes)
         _, sums = self.sums.finish(self.sums.start(NO_WORDS, left))
+        sums = sums.to(left.device)
         nonzero = sums != 0  # the others were false positives of the index
         positions, order = torch.cat([decoded.positions, decoded.left[nonzero]]).sort()
         return positions, torch.cat([decoded.values, sums[nonzero]])[order]
+
+
+def _behind(summaries: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Return words behind what ranks tell each other, where the words are."""
+    return torch.cat([summaries.to(words.device), words])
 
 
 def _in_two_rounds(message: WordMessage, plan: Plan) -> bool:

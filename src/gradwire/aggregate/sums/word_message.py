@@ -38,7 +38,7 @@ class Words:
         """Return this rank's words at the given positions; zeros where it has none."""
         nearest = torch.searchsorted(self.positions, positions).clamp_(max=max(0, len(self.positions) - 1))
         if not len(self.positions):
-            return torch.zeros(len(positions), dtype=torch.int32)
+            return torch.zeros(len(positions), dtype=torch.int32, device=positions.device)
         return torch.where(self.positions[nearest] == positions, self.values[nearest], 0)
 
 
@@ -50,6 +50,7 @@ class WordMessage:
 
     def __init__(self, coder: MessageCoder, parts: Sequence[TensorPart]):
         self.coder, self.parts = coder, parts
+        self.device = parts[0].tensor.device  # where words are made, and become means again
         self.recipe = coder.recipes.of_part(parts[0])
         self.converter = converter_of(self.recipe)
         self.top = None if self.converter.p is None else TopK(self.converter.p)
@@ -91,11 +92,11 @@ class WordMessage:
             summary = PartSummary()
             if is_present:
                 at, words, summary = self._encode_part(part, *self._sources(part), grid)
-                positions.append(at + start)
-                values.append(words)
+                positions.append((at + start).to(self.device))
+                values.append(words.to(self.device))
             told.append(summary)
         if not positions or any(part.exponent == NOT_FINITE for part in told):
-            return Words(NO_POSITIONS, NO_WORDS, told)
+            return Words(NO_POSITIONS.to(self.device), NO_WORDS.to(self.device), told)
         if len(positions) == 1:
             return Words(positions[0], values[0].clone(), told)  # kernels use their buffers again
         return Words(torch.cat(positions), torch.cat(values), told)
@@ -190,15 +191,16 @@ class WordMessage:
 
     def put(self, positions: torch.Tensor, sums: torch.Tensor, grids: Sequence[Grid], world: int) -> None:
         """Replace the parts by the means of `world` ranks, from the positions and values of their summed words."""
-        cuts = torch.searchsorted(positions, torch.tensor(self.edges)).tolist()
+        cuts = torch.searchsorted(positions, torch.tensor(self.edges, device=positions.device)).tolist()
         for i, part in enumerate(self.parts):
             entries = part.entries
             is_fp32 = entries.dtype == torch.float32
-            out = entries.view(-1) if is_fp32 else torch.empty(part.size, dtype=torch.float32)
+            out = entries.view(-1) if is_fp32 else torch.empty(part.size, dtype=torch.float32, device=entries.device)
             out.zero_()
             within, edge = slice(cuts[i], cuts[i + 1]), self.edges[i]
             at = positions[within] - edge if edge else positions[within]
-            kernels.put_words(out, at, sums[within], grids[i].bits, grids[i].step / world)
+            words = sums[within].to(out.device)
+            kernels.put_words(out, at.to(out.device), words, grids[i].bits, grids[i].step / world)
             if not is_fp32:
                 entries.copy_(out.view(entries.shape))
 

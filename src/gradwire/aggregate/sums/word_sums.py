@@ -12,7 +12,7 @@ from gradwire.aggregate.transport.link import Link
 
 
 class WordSums(Protocol):
-    """ORs and adds the int32 words of all ranks.
+    """ORs and adds the int32 words of all ranks, which may be on any device.
 
     All ranks call `start` with as many words, in the same order, and then `finish` in the order of their starts, from
     one thread. `finish` returns the same words on all ranks. The words that were given are never changed, and the
@@ -34,7 +34,7 @@ class WordSums(Protocol):
         ...
 
     def finish(self, pending: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for a sum, and return its ORed and its added words, on the CPU."""
+        """Wait for a sum, and return its ORed and its added words, on the device that they travelled from."""
         ...
 
     def close(self) -> None:
@@ -61,10 +61,10 @@ class ProcessGroupSums:
 
     def start(self, or_words: torch.Tensor, add_words: torch.Tensor) -> PendingAllReduce:
         """Start to OR and to add the words of all ranks."""
-        ored, added = or_words, add_words.to(self.link.device, copy=True)
+        ored, added = or_words, copied_to(add_words, self.link.device)
         works = []
         if len(or_words) and self.link.can_or:
-            ored = or_words.clone()
+            ored = copied_to(or_words, self.link.device)
             works.append(self.link.all_reduce(ored, dist.ReduceOp.BOR))
         elif len(or_words):
             ored = self._ored_by_shares(or_words)
@@ -73,10 +73,10 @@ class ProcessGroupSums:
         return PendingAllReduce(ored, added, works)
 
     def finish(self, pending: PendingAllReduce) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the ORed and the added words."""
+        """Wait for the ORed and the added words, which are on the link's device."""
         for work in pending.works:
             self.link.wait(work)
-        return pending.ored.cpu(), pending.added.cpu()
+        return pending.ored, pending.added
 
     def close(self) -> None:
         """Do nothing: the link is closed by its owner."""
@@ -98,3 +98,10 @@ class ProcessGroupSums:
         gathered, work = link.all_gather(ored)
         link.wait(work)
         return gathered[: len(words)]
+
+
+def copied_to(words: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of words on a device; from a GPU to the CPU in pinned memory, which torch keeps for later."""
+    if words.is_cuda and device.type == "cpu":
+        return torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words)
+    return words.to(device, copy=True)
