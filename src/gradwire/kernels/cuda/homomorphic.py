@@ -183,7 +183,7 @@ def peel(
     gpu, cells = Launcher("peel", bitmap.device), segments << segment_log
     blocks, *_ = _listed(Launcher("homomorphic", gpu.device), bitmap, -(-words // lanes), 1, gpu.zeros(2))
     count = len(blocks)
-    keys, sums, queue, slots = gpu.zeros(cells), sketch.clone(), gpu.zeros(4), gpu.zeros(cells, torch.int32)
+    keys, sums, queue, slots = gpu.zeros(cells), sketch.clone(), gpu.zeros(4), gpu.zeros(cells)
     claimed, values = gpu.zeros(-(-count // 32), torch.int32), gpu.empty(count * lanes, torch.int32)
     gpu.for_each(count, "fill_keys", blocks, count, segments, segment_log, seed, keys)
     gpu.for_each(cells, "find_singles", keys, cells, queue, slots)

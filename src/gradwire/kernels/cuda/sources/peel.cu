@@ -28,21 +28,27 @@ extern "C" __global__ void fill_keys(const i64* blocks, i64 count, i64 segments,
     }
 }
 
-// Puts the cells of these lanes in the queue; all lanes of the warp call it. A slot has the cell's number plus one.
-__device__ __forceinline__ void put_in_queue(Queue* queue, u32* slots, const u32* cells, u32 count) {
-    u32 until = warp_scan(count), all = __shfl_sync(~0u, until, 31);
-    if (!all) return;
+// A cell that holds one block, and which: what a slot of the queue has. It is never zero, as an empty slot is.
+__device__ __forceinline__ u64 single(u32 cell, u64 key) { return (u64(cell) + 1) << 32 | u32(key); }
+
+// Puts the cells of these lanes in the queue; `all` lanes of the warp together have so many, and `until` are those of
+// the lanes up to this one.
+__device__ __forceinline__ void put_in_queue(Queue* queue, u64* slots, const u64* singles, u32 count, u32 until,
+                                             u32 all) {
     u64 start = 0;
     if (!lane_of_thread()) start = atomicAdd(&queue->tail, u64(all));
     start = __shfl_sync(~0u, start, 0) + until - count;
-    for (u32 k = 0; k < count; k++) *static_cast<volatile u32*>(slots + start + k) = cells[k] + 1;
+    for (u32 k = 0; k < count; k++) *static_cast<volatile u64*>(slots + start + k) = singles[k];
 }
 
-extern "C" __global__ void find_singles(const u64* keys, i64 cells, Queue* queue, u32* slots) {
+extern "C" __global__ void find_singles(const u64* keys, i64 cells, Queue* queue, u64* slots) {
     i64 rounded = (cells + 31) & ~i64(31);
     for (i64 i = thread_of_grid(); i < rounded; i += threads_of_grid()) {
-        u32 cell = u32(i);
-        put_in_queue(queue, slots, &cell, i < cells && keys[i] >> 32 == 1);
+        bool found = i < cells && keys[i] >> 32 == 1;
+        u32 votes = __ballot_sync(~0u, found);
+        if (!votes) continue;
+        u64 cell = found ? single(u32(i), keys[i]) : 0;
+        put_in_queue(queue, slots, &cell, found, __popc(votes & lanes_below()) + found, __popc(votes));
     }
 }
 
@@ -50,17 +56,17 @@ extern "C" __global__ void open_queue(Queue* queue) { queue->pending = queue->ta
 
 // Recovers the block of a cell that holds one, unless another thread does from another cell; returns how many cells hold
 // one block from now on, and which.
-__device__ __forceinline__ u32 recover(u32 cell, const Hashes& hashes, const i64* blocks, i64 lanes, u64* keys,
-                                       u32* sums, u32* claimed, u32* values, u32 (&found)[3]) {
-    u64 key = *static_cast<volatile u64*>(keys + cell);
-    if (key >> 32 != 1) return 0;  // another thread has recovered it, and taken it out of this cell
-    u32 i = u32(key), bit = 1u << (i & 31);
+__device__ __forceinline__ u32 recover(u64 which, const Hashes& hashes, const i64* blocks, i64 lanes, u64* keys,
+                                       u32* sums, u32* claimed, u32* values, u64 (&found)[3]) {
+    u32 cell = u32(which >> 32) - 1, i = u32(which), bit = 1u << (i & 31);
+    // These are read before it is known whether they are needed, so that all three are under way together.
+    u32 block = u32(blocks[i]), first = *static_cast<volatile u32*>(sums + u64(cell) * lanes);
     if (atomicOr(&claimed[i >> 5], bit) & bit) return 0;
     u32 cells[4], count = 0;
-    hashes.cells_of(u32(blocks[i]), cells);
+    hashes.cells_of(block, cells);
     for (i64 k = 0; k < lanes; k++) {
         volatile u32* sum = sums + u64(cell) * lanes + k;
-        u32 value = *sum;
+        u32 value = k ? *sum : first;
         values[u64(i) * lanes + k] = value;
         if (!value) continue;
         *sum = 0;
@@ -72,40 +78,37 @@ __device__ __forceinline__ u32 recover(u32 cell, const Hashes& hashes, const i64
     for (int j = 0; j < 4; j++) {
         if (cells[j] == cell) continue;
         u64 taken = kOne + u64(i), now = atomicAdd(&keys[cells[j]], 0ull - taken) - taken;
-        if (now >> 32 == 1) found[count++] = cells[j];
+        if (now >> 32 == 1) found[count++] = single(cells[j], now);
     }
     __threadfence();
     return count;
 }
 
-extern "C" __global__ void peel(Queue* queue, u32* slots, i64 cells, const i64* blocks, i64 lanes, i64 segments,
+extern "C" __global__ void peel(Queue* queue, u64* slots, i64 cells, const i64* blocks, i64 lanes, i64 segments,
                                 i64 segment_log, i64 seed, u64* keys, u32* sums, u32* claimed, u32* values) {
     Hashes hashes(segments, segment_log, seed);
     int lane = lane_of_thread();
-    bool busy = false, waits = false;  // it waits for the slot of its ticket
-    u64 ticket = 0;
-    u32 cell = 0;
+    bool waits = false;  // for the slot of its ticket
+    u64 ticket = 0, which = 0;  // the cell that this thread has, if any
     while (true) {
-        u32 asking = __ballot_sync(~0u, !busy && !waits);
+        u32 asking = __ballot_sync(~0u, !which && !waits);
         if (asking) {
             u64 first = 0;
             if (!lane) first = atomicAdd(&queue->head, u64(__popc(asking)));
             first = __shfl_sync(~0u, first, 0);
-            if (!busy && !waits) {
+            if (!which && !waits) {
                 ticket = first + __popc(asking & lanes_below());
                 waits = true;
             }
         }
         if (waits && ticket < u64(cells)) {  // no cell comes twice, so that there are no more slots
-            u32 value = *static_cast<volatile u32*>(slots + ticket);
-            if (value) {
-                cell = value - 1;
-                busy = true;
+            which = *static_cast<volatile u64*>(slots + ticket);
+            if (which) {
                 waits = false;
                 __threadfence();
             }
         }
-        u32 working = __ballot_sync(~0u, busy);
+        u32 working = __ballot_sync(~0u, which != 0);
         if (!working) {
             u64 pending = 0;
             if (!lane) pending = *static_cast<volatile u64*>(&queue->pending);
@@ -113,18 +116,18 @@ extern "C" __global__ void peel(Queue* queue, u32* slots, i64 cells, const i64* 
             __nanosleep(100);
             continue;
         }
-        u32 found[3], count = 0;
-        if (busy) count = recover(cell, hashes, blocks, lanes, keys, sums, claimed, values, found);
-        // What was found counts as pending before anybody else can see it.
-        u32 more = warp_sum_u32(count);
-        if (!lane && more != u32(__popc(working))) {
-            atomicAdd(&queue->pending, u64(i64(more) - i64(__popc(working))));
-            __threadfence();
+        u64 found[3];
+        u32 count = 0;
+        if (which) count = recover(which, hashes, blocks, lanes, keys, sums, claimed, values, found);
+        which = count ? found[0] : 0;
+        u32 more = count ? count - 1 : 0, until = warp_scan(more), all = __shfl_sync(~0u, until, 31);
+        i64 change = i64(all) + __popc(__ballot_sync(~0u, count)) - __popc(working);
+        if (!lane && change) atomicAdd(&queue->pending, u64(change));
+        if (all) {
+            __threadfence();  // cells count as pending before anybody else can see them
+            __syncwarp();
+            put_in_queue(queue, slots, found + 1, more, until, all);
         }
-        __syncwarp();
-        busy = count > 0;
-        if (busy) cell = found[0];
-        put_in_queue(queue, slots, found + 1, count ? count - 1 : 0);
     }
 }
 
