@@ -80,6 +80,9 @@ class ThreadLink(Link):
 
     def at_step(self, step: int) -> None: ...
 
+    def gather_short(self, message: bytes) -> list[bytes]:
+        return [message] * self.world
+
     def agree(self, facts: Any, tensors: Any) -> None: ...
 
 

@@ -64,6 +64,7 @@ class Gradients:
         self._group = group
         self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
         self._names: dict[int, str] = {}
+        self._on_gpu = False  # whether all parameters are on GPUs, as far as they are known
         self._link: Link | None = None
         self._exchange: GradientExchange | None = None
         self._tuner: Tuner | None = None
@@ -87,6 +88,7 @@ class Gradients:
             self._names[id(parameter)] = name
             self.recipes.of(name)
         self.recipes.know_model([(name, p) for name, p in named if p.requires_grad])
+        self._on_gpu = all(p.is_cuda for _, p in named)
 
     @property
     def steps(self) -> int:
@@ -151,6 +153,8 @@ class Gradients:
             sums,
             None if options.grad_scaler is None else options.grad_scaler.get_scale,
         )
+        if all(answer == b"\1" for answer in self._link.gather_short(bytes([self._on_gpu]))):
+            exchange.use_long_messages()
         is_open &= not self.recipes.sums_all
         self._tuner = Tuner(self._link, exchange, self._target_error, is_open)
         self._plain_step = PlainStep(self._link, exchange)

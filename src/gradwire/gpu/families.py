@@ -105,7 +105,6 @@ class Batch:
         """Start a kernel with one block for each tile of the tensors."""
         programs.kernel(program, kernel, self.device)(self.tile_count, threads, self.on_tiles)
 
-
     def launch_on_all_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with some blocks that go through all tiles in turn, whose number is its last argument."""
         blocks = min(self.tile_count, SOME_BLOCKS)

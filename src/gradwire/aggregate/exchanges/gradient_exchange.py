@@ -27,7 +27,11 @@ from gradwire.aggregate.messages.host_copies import HostCopies
 from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.partial_messages import PartialMessages
 from gradwire.aggregate.messages.step_tensors import StepTensors
-from gradwire.aggregate.messages.tensor_parts import NamedTensors, TensorPart, split_into_messages
+from gradwire.aggregate.messages.tensor_parts import (
+    NamedTensors,
+    TensorPart,
+    split_into_messages,
+)
 from gradwire.aggregate.sums.sum_exchange import SumExchange
 from gradwire.aggregate.sums.word_sums import ProcessGroupSums, WordSums
 from gradwire.aggregate.transport.exchange_thread import Exchange, ExchangeThread, Pause
@@ -55,7 +59,7 @@ class GradientExchange:
     ):  # fmt: skip
         self.coder, self.link, self.host, self.aggregate = coder, link, host, aggregate
         self.messages = 0  # sent since the last `use`
-        self._loss_scale = loss_scale
+        self._loss_scale, self._long_messages = loss_scale, False
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
         self._broken: AggregateError | None = None  # why the link cannot be used any more
         self._tensors = StepTensors(coder.memories, shared_host=host is not None)
@@ -104,7 +108,11 @@ class GradientExchange:
                 on_gpus = gpu.has_kernels(recipe.codec.converter, tensor.dtype)
                 groups.setdefault((recipe if recipe.sums else None, on_gpus), []).append((name, tensor))
         for group in groups.values():
-            yield from split_into_messages(group, recipes.by_pattern)
+            yield from split_into_messages(group, recipes.by_pattern, self._long_messages)
+
+    def use_long_messages(self) -> None:
+        """Send longer messages from the next step on; all ranks call it, or none."""
+        self._long_messages = True
 
     def finish_step(self) -> set[str]:
         """Wait until all tensors of the step are means, and return the names of those that any rank has sent.

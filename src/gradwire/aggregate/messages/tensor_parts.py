@@ -13,6 +13,7 @@ import torch
 from gradwire.catalogue.spec_by_name import SMALL, Recipes, recipe_of_tensor
 
 CHUNK = 2**22  # entries: larger tensors are cut, so that one chunk is on its way while the next is encoded
+LONG_CHUNK = 2**25  # the same where all ranks code on GPUs, which take longer to be started than to code a chunk
 SUMMED = 2**21  # entries of a chunk whose words are added up on their way: cells of a sketch are met at random
 ALIGNED = 2**12  # entries: where chunks begin, so that buckets and vectors of the codecs stay whole
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -63,13 +64,13 @@ def whole_tensors(tensors: NamedTensors) -> list[TensorPart]:
     return [TensorPart(name, tensor, 0, tensor.numel()) for name, tensor in tensors]
 
 
-def split_into_messages(tensors: NamedTensors, recipes: Recipes) -> list[list[TensorPart]]:
+def split_into_messages(tensors: NamedTensors, recipes: Recipes, long: bool = False) -> list[list[TensorPart]]:
     """Distribute tensors over messages of about one chunk each, in their order; large tensors are cut."""
     result: list[list[TensorPart]] = []
     filled = 0
     for part in whole_tensors(tensors):
         recipe = recipe_of_tensor(part.name, part.size, recipes)
-        limit = SUMMED if recipe.sums else CHUNK
+        limit = SUMMED if recipe.sums else LONG_CHUNK if long else CHUNK
         # A codec that selects from a whole tensor, or a corrector that looks at all of it, needs it uncut.
         uncut = recipe.codec.converter.selects or recipe.mask or recipe.clip
         count = 1 if uncut else math.ceil(part.size / limit)
