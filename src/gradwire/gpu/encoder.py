@@ -89,7 +89,7 @@ class MessageEncoder:
             family.convert(batch)
         few = int(layout.streams["alphabet"].max()) <= FEW
         self._launch("choose_few" if few else "choose", len(layout.streams), 192 if few else 256, layout)
-        self._launch("encode_chunks", -(-len(layout.chunks) // 4), 128, layout)
+        self._launch("encode_chunks", -(-len(layout.chunks) // 2), 64, layout)
         self._launch("lay_out", 1, 256, layout)
         self._launch("place_chunks", len(layout.chunks), 128, layout)
         self._launch("place_pieces", len(layout.pieces), 128, layout)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.aggregate.peers.attendance import Attendance
-from gradwire.aggregate.peers.diagnosis import COMPUTING, WAITING, explain, wait
+from gradwire.aggregate.peers.diagnosis import COMPUTING, WAITING, Work, explain, wait
 from gradwire.aggregate.peers.handshake import Facts, check_agreement
 from gradwire.aggregate.peers.roll_call import RollCall
 from gradwire.aggregate.transport.gloo_wait import ThreadedWait
@@ -233,7 +233,7 @@ class Link:
         assert work is not None
         return work
 
-    def wait(self, work: dist.Work | ThreadedWait) -> None:
+    def wait(self, work: dist.Work | ThreadedWait | Work) -> None:
         """Wait for a collective; AggregateError if it fails, or as soon as another rank says that it has failed."""
         try:
             wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)

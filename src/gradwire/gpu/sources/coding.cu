@@ -358,11 +358,11 @@ __device__ __forceinline__ u8* encode_wide(const u8* symbols, i64 count, const u
 }
 
 // One warp for each chunk; a thread has the lanes t and t + 32.
-extern "C" __global__ void __launch_bounds__(128) encode_chunks(Job* job) {
-    __shared__ uint2 tables[4][kSymbols];
-    __shared__ __attribute__((aligned(16))) u8 loaded[4][kRowsAhead * 64];
+extern "C" __global__ void __launch_bounds__(64) encode_chunks(Job* job) {
+    __shared__ uint2 tables[2][kSymbols];
+    __shared__ __attribute__((aligned(16))) u8 loaded[2][kRowsAhead * 64];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    int slot = blockIdx.x * 4 + warp;
+    int slot = blockIdx.x * 2 + warp;
     if (slot >= job->chunk_count) return;
     Where where = job->chunks[slot];
     Stream& stream = job->streams[where.item];
@@ -524,8 +524,18 @@ __device__ void place(Job* job, Frame& frame, const u8* from, u64 offset, u64 le
         const u32* source = reinterpret_cast<const u32*>((u64)(from + head) & ~u64(3));
         int skew = int((u64)(from + head) & 3) * 8;
         u32* target = reinterpret_cast<u32*>(to + head);
-        for (u64 k = threadIdx.x; k < words; k += blockDim.x)
-            target[k] = skew ? __funnelshift_r(source[k], source[k + 1], skew) : source[k];
+        u64 k = threadIdx.x;
+        for (; k + 896 < words; k += 1024) {  // eight words of a thread are loaded before the first is stored
+            u32 word[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                u64 i = k + 128 * j;
+                word[j] = skew ? __funnelshift_r(source[i], source[i + 1], skew) : source[i];
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) target[k + 128 * j] = word[j];
+        }
+        for (; k < words; k += 128) target[k] = skew ? __funnelshift_r(source[k], source[k + 1], skew) : source[k];
     }
     u64 rest = head + 4 * words;
     if (rest + threadIdx.x < length) to[rest + threadIdx.x] = from[rest + threadIdx.x];

@@ -82,13 +82,21 @@ __device__ u32 block_crc(const u8* bytes, u64 length) {
     int skew = int((u64)(bytes) & 3) * 8;
     u32 crc = 0;
     u64 k = tid;
-#pragma unroll 4
-    for (; k < words; k += 128) {
-        u32 word = skew ? __funnelshift_r(from[k], from[k + 1], skew) : from[k], sum = 0;
+    auto add = [&](u32 word) {
+        u32 sum = 0;
 #pragma unroll
         for (int p = 0; p < 8; p++) sum ^= nibbles[16 * p + (crc >> 4 * p & 15)];
         crc = sum ^ word;
+    };
+    auto word_at = [&](u64 i) { return skew ? __funnelshift_r(from[i], from[i + 1], skew) : from[i]; };
+    for (; k + 896 < words; k += 1024) {  // eight words are loaded before the first is used
+        u32 word[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) word[j] = word_at(k + 128 * j);
+#pragma unroll
+        for (int j = 0; j < 8; j++) add(word[j]);
     }
+    for (; k < words; k += 128) add(word_at(k));
     // Behind its last word this thread has k − 128 … words of others, and the tail.
     if (crc) crc = times_power(crc, length - 4 * (k - 128));
     if (!tid) {

@@ -299,20 +299,17 @@ __device__ __forceinline__ bool decode_wide(const u32* table, int precision, con
     };
     fetch();
     push();
+    push();
     i64 rows = (count + 63) / 64;
-    bool sound = true;
     u8* to = symbols + (rows - 1) * 64 + lane;
-    int in_last = int(count - (rows - 1) * 64);
-    bool has0 = lane < in_last, has1 = lane + 32 < in_last;
-    for (int left = int(rows); left > 0; left--, to -= 64) {
-        if (p - loaded < 128) push();
+    auto row = [&](bool has0, bool has1) {
         u32 symbol0, symbol1;
         u32 y0 = step_back<FINE>(table, precision, x0, &symbol0), y1 = step_back<FINE>(table, precision, x1, &symbol1);
         x0 = has0 ? y0 : x0;
         x1 = has1 ? y1 : x1;
         store_byte_if(has0, to, symbol0);
         store_byte_if(has1, to + 32, symbol1);
-        has0 = has1 = true;
+        to -= 64;
         // Lanes below 2^6 take two bytes, lanes below 2^14 one: how many is known before the first byte, so that all
         // bytes are loaded at once. Those that nobody takes are loaded too; a branch would cost more.
         bool once0 = x0 < kLow, once1 = x1 < kLow, twice0 = x0 < 64, twice1 = x1 < 64;
@@ -338,12 +335,21 @@ __device__ __forceinline__ bool decode_wide(const u32* table, int precision, con
             x0 = once0 ? x0 << 8 | b0 : x0;
             x1 = once1 ? x1 << 8 | b1 : x1;
         }
-        if (p < stop) {  // it is damaged: what was read is of no use, and nothing more is
-            sound = false;
-            break;
-        }
+    };
+    // Four rows take 512 bytes at most, which is what the window has at least before each four of them. In a damaged
+    // chunk p may come to lie below its beginning: then what was read is of no use, and nothing more is.
+    int left = int(rows), in_last = int(count - (rows - 1) * 64);
+    row(lane < in_last, lane + 32 < in_last);
+    for (left--; left & 3; left--) {
+        if (p - loaded < 512) push();
+        row(true, true);
     }
-    return sound && p == stop && __all_sync(~0u, x0 == kLow && x1 == kLow);
+    for (; left && p >= stop; left -= 4) {
+        if (p - loaded < 512) push();
+#pragma unroll
+        for (int k = 0; k < 4; k++) row(true, true);
+    }
+    return p == stop && __all_sync(~0u, x0 == kLow && x1 == kLow);
 }
 
 // Decodes a chunk of up to 32 lanes.
