@@ -90,12 +90,16 @@ class FramePieces:
 class Batch:
     """The tensors of one family in a message: what its kernels are launched for."""
 
-    def __init__(self, device: torch.device, job: torch.Tensor, parts: torch.Tensor, tiles: torch.Tensor, most: int):
+    def __init__(
+        self, device: torch.device, job: torch.Tensor, parts: torch.Tensor, tiles: torch.Tensor, groups: torch.Tensor,
+        most: int,
+    ):  # fmt: skip
         self.device = device
-        self.part_count, self.tile_count = len(parts) // 8, len(tiles) // 8
+        self.part_count, self.tile_count, self.group_count = len(parts) // 8, len(tiles) // 8, len(groups) // 8
         self.most = most  # entries of the largest tensor
         self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
         self._on_all_tiles = Arguments(job, tiles, self.tile_count)
+        self.on_groups = Arguments(job, groups)
 
     def launch_parts(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with one block for each part of the tensors' samples."""
@@ -104,6 +108,10 @@ class Batch:
     def launch_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with one block for each tile of the tensors."""
         programs.kernel(program, kernel, self.device)(self.tile_count, threads, self.on_tiles)
+
+    def launch_groups(self, program: str, kernel: str, threads: int = 256) -> None:
+        """Start a kernel with one block for each group of eight tiles, for work that is not on all entries."""
+        programs.kernel(program, kernel, self.device)(self.group_count, threads, self.on_groups)
 
     def launch_on_all_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with some blocks that go through all tiles in turn, whose number is its last argument."""

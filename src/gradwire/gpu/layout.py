@@ -19,10 +19,12 @@ from gradwire.gpu.structures import (
     BYTES,
     FIT,
     FRAME,
+    GROUP,
     JOB,
     LENGTH,
     PART,
     SAMPLE,
+    SLAB,
     STATUS,
     STREAM,
     STREAM_,
@@ -87,7 +89,8 @@ class MessageLayout:
         self._own: list[int] = []
         for i, (task, family, description) in enumerate(zip(tasks, families, pieces, strict=True)):
             self._describe_frame(i, task, description, stream)
-            where_pieces += [(i, k) for k in range(-1, len(description.pieces))]
+            where_pieces.append((i, -1))
+            where_pieces += [(i, k | slab << 8) for k, p in enumerate(description.pieces) for slab in range(_slabs(p))]
             first_tensor, first_symbol = tensor, symbol
             for k, t in enumerate(task.tensors):
                 row, count = self.tensors[tensor], t.gradient.numel()
@@ -163,11 +166,9 @@ class MessageLayout:
         frames, streams = self.frames.copy(), self.streams.copy()
         frames_at, streams_at = blob.add(frames), blob.add(streams)
         chunks_at, pieces_at = blob.add(self.chunks), blob.add(self.pieces)
-        lists = {
-            family: (pairs(self.tensors["parts"], rows), pairs(self.tensors["tiles"], rows))
-            for family, rows in self._places.items()
-        }
-        lists_at = {family: (blob.add(parts), blob.add(tiles)) for family, (parts, tiles) in lists.items()}
+        works = self.tensors["parts"], self.tensors["tiles"], -(-self.tensors["tiles"] // GROUP)
+        lists = {family: [pairs(work, rows) for work in works] for family, rows in self._places.items()}
+        lists_at = {family: [blob.add(where) for where in of_family] for family, of_family in lists.items()}
         self._static = torch.empty(blob.size, dtype=torch.uint8, device=self.device)
         base = self._static.data_ptr()
         chunk = 0
@@ -210,12 +211,12 @@ class MessageLayout:
         job = self._dynamic[self._job_at :]
         self.on_job = Arguments(job)
         self.batches = {}
-        for family, (parts, tiles) in lists_at.items():
-            of_parts, of_tiles = lists[family]
-            self.batches[family] = Batch(
-                self.device, job, self._static[parts : parts + of_parts.nbytes],
-                self._static[tiles : tiles + of_tiles.nbytes], int(self.tensors["count"][self._places[family]].max()),
-            )  # fmt: skip
+        for family, places in lists_at.items():
+            parts, tiles, groups = (
+                self._static[at : at + where.nbytes] for at, where in zip(places, lists[family], strict=True)
+            )
+            most = int(self.tensors["count"][self._places[family]].max())
+            self.batches[family] = Batch(self.device, job, parts, tiles, groups, most)
 
     def _formats_of(self, tasks: Sequence[FrameTask]) -> list[int]:
         return [self._formats[id(task.converter)] for task in tasks for _ in task.tensors]
@@ -243,6 +244,11 @@ class MessageLayout:
     def fetch_status(self) -> None:
         """Copy the status to the host's memory; it is there when the stream has come so far."""
         self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
+
+
+def _slabs(piece: Bytes | int) -> int:
+    """Return how many blocks put a piece into the message."""
+    return max(1, -(-max(len(piece.template), piece.most) // SLAB)) if isinstance(piece, Bytes) else 1
 
 
 def pairs(counts: np.ndarray, rows: Sequence[int] | None = None) -> np.ndarray:

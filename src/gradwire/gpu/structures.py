@@ -8,6 +8,8 @@ SYMBOLS, MOST_HEAD, PIECES = 256, 640, 6
 BYTES, STREAM, LENGTH = range(3)  # kinds of pieces
 NONFINITE, UNUSUAL = 1, 2  # bits of a status
 PART, TILE, SAMPLE = 1024, 8192, 65536  # entries of a part of a sample, of a tile, and of a sample at most
+GROUP = 8  # tiles of a group
+SLAB = 8192  # bytes of a piece that one block puts into the message
 
 
 def _structure(**fields: object) -> np.dtype:

@@ -419,6 +419,11 @@ extern "C" __global__ void __launch_bounds__(64) encode_chunks(Job* job) {
 
 const int kManyChunks = 128;
 
+// A long piece of bytes is put into the message by several blocks.
+__device__ __forceinline__ u32 slabs_of(const Piece& piece) {
+    return piece.length > kSlab ? u32((piece.length + kSlab - 1) / kSlab) : 1u;
+}
+
 // Where everything goes; one block of 256 threads for the whole message.
 extern "C" __global__ void lay_out(Job* job) {
     __shared__ u64 done;
@@ -473,7 +478,8 @@ extern "C" __global__ void lay_out(Job* job) {
                     places += job->streams[piece.stream].chunks + 1;
                 }
                 if (piece.kind == PIECE_LENGTH) piece.length = varint_length(job->streams[piece.stream].length);
-                if (piece.kind != PIECE_STREAM) places++;
+                if (piece.kind == PIECE_LENGTH) places++;
+                if (piece.kind == PIECE_BYTES) places += slabs_of(piece);
                 piece.offset = payload;
                 payload += piece.length;
             }
@@ -560,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(128) place_chunks(Job* job) {
     finish(job, frame);
 }
 
-// One block of 128 threads for each piece of each frame; the piece −1 is its header.
+// One block of 128 threads for each slab of each piece of each frame; the piece −1 is its header.
 extern "C" __global__ void __launch_bounds__(128) place_pieces(Job* job) {
     __shared__ __attribute__((aligned(16))) u8 small[kMostHead + 16];
     __shared__ int small_length;
@@ -587,9 +593,12 @@ extern "C" __global__ void __launch_bounds__(128) place_pieces(Job* job) {
         finish(job, frame);
         return;
     }
-    Piece& piece = frame.piece[where.index];
+    Piece& piece = frame.piece[where.index & 255];
+    int slab = where.index >> 8;
     if (piece.kind == PIECE_BYTES) {
-        place(job, frame, piece.bytes, piece.offset, piece.length);
+        if (u32(slab) >= slabs_of(piece)) return;
+        u64 from = u64(slab) * kSlab, left = piece.length - from;
+        place(job, frame, piece.bytes + from, piece.offset + from, left < kSlab ? left : kSlab);
     } else if (piece.kind == PIECE_LENGTH) {
         if (!threadIdx.x) put_varint(small, job->streams[piece.stream].length);
         __syncthreads();

@@ -20,6 +20,7 @@ enum { PIECE_BYTES = 0, PIECE_STREAM = 1, PIECE_LENGTH = 2 };  // PIECE_LENGTH: 
 const int kSymbols = 256;       // room for an alphabet
 const int kMostHead = 640;      // bytes of a coding's head: 254 Elias-gamma codes of up to 15 + 14 bits, rounded up
 const int kPieces = 6;          // of a frame, at most
+const u64 kSlab = 8192;         // bytes of a piece that one block puts into the message
 
 struct Tensor {
     const void* gradient;
@@ -110,7 +111,7 @@ struct Job {
     Stream* streams;
     Frame* frames;
     Where* chunks;        // (stream, chunk)
-    Where* pieces;        // (frame, piece): pieces of bytes, and heads of streams and frames
+    Where* pieces;        // (frame, piece | slab << 8): pieces of bytes, and heads of streams; (frame, −1): its header
     double* partial;      // sums of parts, 32 for each
     double* tile_sums;    // sums of tiles, 4 for each
     Status* status;
