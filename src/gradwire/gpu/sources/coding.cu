@@ -7,6 +7,7 @@ const u32 kLow = 1u << 14;
 // below 0.8%, and no lane walks more rows than this.
 const double kBitsPerLane = 2048;
 const i64 kMostRows = 2048;
+const i64 kFew = 1 << 16;
 const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
 const int kMasses = 2 * kBetas * 8 + 32;            // bytes in front of the masses, see minifloat.cu
 
@@ -226,6 +227,9 @@ extern "C" __global__ void choose(Job* job) {
     int width = 1, precisions[3], many = 0;
     while (1 << width < K) width++;
     if (K > 16) {
+        // The table of few symbols would take as much as they do.
+        if (n < kFew && K <= 128) precisions[many++] = 8;
+        if (n < kFew) precisions[many++] = 11;
         precisions[many++] = 14;
     } else {
         precisions[many++] = 8;
