@@ -26,6 +26,7 @@ def is_on_device(plans: Sequence[FramePlan]) -> bool:
     return bool(tensors) and all(
         tensor.device == device
         and tensor.is_contiguous()
+        and (len(plan.parts) == 1 or plan.codec.converter.lists_segments)  # not entries of the whole model
         and gpu.can_encode(plan.codec.converter, tensor.dtype, device)
         for plan, tensor in tensors
     )
