@@ -110,6 +110,7 @@ class _DecodeLayout:
         sources = np.zeros((len(sizes), self.ranks), SOURCE)
         sources["arrival"] = -1
         arrivals: list[dict[str, int]] = []
+        self._own: list[int] = []  # bytes of scratch for each arrival
         self._of_family: dict[Family, list[int]] = {}
         for rank in range(self.ranks):
             index = target = 0
@@ -121,8 +122,10 @@ class _DecodeLayout:
                         first, segment = first + tensor.numel(), segment + 1
                     target += 1
                 if segment:
+                    most, own = family.room_to_decode(frame.converter, first)
+                    self._own.append(own)
                     arrivals.append({
-                        "count": first, "message": rank, "index": index, "segments": segment,
+                        "count": first, "most": most, "message": rank, "index": index, "segments": segment,
                         "codec": frame.converter.wire_id, "dtype": DTYPES[frame.tensors[0].dtype],
                     })  # fmt: skip
                     index += 1
@@ -149,13 +152,15 @@ class _DecodeLayout:
             "offsets": sum(8 * (n // 64 + 2) for n in counts),
             "tables": 4 * SLOTS * len(counts),
             "steps": sum(4 * int(n) for n in self.arrivals["segments"]),
+            "own": sum(aligned(size, 256) for size in self._own),
         }
         at = {name: space.room(name, size).data_ptr() for name, size in room.items()}
         self._version = space.version
-        for row, count in zip(self.arrivals, counts, strict=True):
-            row["symbols"], row["offsets"], row["table"], row["steps"] = (
-                at["arrived"], at["offsets"], at["tables"], at["steps"],
+        for row, count, own in zip(self.arrivals, counts, self._own, strict=True):
+            row["symbols"], row["offsets"], row["table"], row["steps"], row["own"] = (
+                at["arrived"], at["offsets"], at["tables"], at["steps"], at["own"],
             )  # fmt: skip
+            at["own"] += aligned(own, 256)
             at["arrived"] += aligned(count, 256)
             at["offsets"] += 8 * (count // 64 + 2)
             at["tables"] += 4 * SLOTS
@@ -214,6 +219,8 @@ class _DecodeLayout:
         self._start("check", len(self.arrivals) * self.blocks, 128, self._on_blocks)
         self._start("decode_chunks", len(self.arrivals) * self.blocks, 128, self._on_blocks)
         for family, blocks, arguments in self._combines:
+            for program, kernel in family.unpacks:
+                programs.kernel(program, kernel, self.device)(len(self.arrivals) * self.blocks, 256, self._on_blocks)
             program, kernel = family.combines
             programs.kernel(program, kernel, self.device)(blocks, 256, arguments)
         self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)

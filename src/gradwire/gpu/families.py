@@ -100,6 +100,7 @@ class Batch:
         self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
         self._on_all_tiles = Arguments(job, tiles, self.tile_count)
         self.on_groups = Arguments(job, groups)
+        self.job, self.groups = job, groups  # for launches with more arguments than these
 
     def launch_parts(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with one block for each part of the tensors' samples."""
@@ -123,6 +124,7 @@ class Family(ABC):
     """Converters that share their kernels."""
 
     combines = ("decoding", "combine")  # program and kernel that make the mean of the frames of all ranks
+    unpacks: tuple[tuple[str, str], ...] = ()  # those that come before it, launched for all frames of all ranks
 
     @abstractmethod
     def takes(self, converter: Converter) -> bool:
@@ -135,6 +137,10 @@ class Family(ABC):
     @abstractmethod
     def format(self, converter: Converter) -> np.ndarray:
         """Return what the kernels have to know about the converter, as bytes."""
+
+    def room_to_decode(self, converter: Converter, count: int) -> tuple[int, int]:
+        """Return how many entries a frame may send, and the bytes of scratch that decoding it takes."""
+        return count, 0
 
     @abstractmethod
     def convert(self, batch: Batch) -> None:

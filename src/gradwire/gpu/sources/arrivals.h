@@ -15,6 +15,7 @@ struct Arrival {          // one frame of one rank
     float* steps;         // of its segments
     u8* own;              // scratch that its family asked for
     i64 count;            // entries that it must have
+    i64 most;             // entries that a sparse frame may send
     int message, index;   // which frame of which message
     int segments, codec, dtype;
     int family;           // for codecs of several kinds
@@ -85,3 +86,19 @@ struct Reader {
         if (n > end - at) bad = true; else at += n;
     }
 };
+
+__device__ __forceinline__ u32 little_endian(const u8* at) { return at[0] | at[1] << 8 | at[2] << 16 | u32(at[3]) << 24; }
+
+__device__ __forceinline__ void give_up(DecodeJob* job, Arrival& arrival) {
+    arrival.broken = 1;
+    atomicOr(&job->status->bits, u32(UNUSUAL));
+}
+
+__device__ __forceinline__ float rounded(float x, int dtype) {
+    return dtype == FP16 ? half_to_float(float_to_half(x)) : dtype == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
+}
+
+__device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
+    if (dtype == FP32) static_cast<float*>(out)[i] = x;
+    else static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
+}

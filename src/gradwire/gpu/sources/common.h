@@ -145,6 +145,23 @@ __device__ __forceinline__ u64 block_scan(u64 x, u64* total) {
     return before + inclusive - x;
 }
 
+// Sums of what comes before each of n items; every thread of the block has some that lie side by side.
+template <typename Get, typename Put>
+__device__ u64 scan_items(i64 n, Get get, Put put) {
+    i64 per = (n + blockDim.x - 1) / blockDim.x, begin = per * threadIdx.x, end = begin + per < n ? begin + per : n;
+    u64 sum = 0, total;
+#pragma unroll 8
+    for (i64 i = begin; i < end; i++) sum += get(i);
+    u64 before = block_scan(sum, &total);
+    for (i64 i = begin; i < end; i++) {
+        u64 x = get(i);
+        put(i, before);
+        before += x;
+    }
+    __syncthreads();
+    return total;
+}
+
 // Counts a finished block; true for all threads of the last one of `total`, which then sees what the others wrote.
 __device__ __forceinline__ bool last_block(u32* done, u32 total) {
     __shared__ bool last;

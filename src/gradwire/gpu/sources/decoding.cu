@@ -1,7 +1,7 @@
 // Frames of all ranks to symbols: headers, tables, checksums and rANS. Whatever is unusual, or damaged, sets UNUSUAL in
 // the status, and the host decodes the message again and says what is wrong. Nothing is read or written out of bounds,
 // whatever a frame says.
-#include "arrivals.h"
+#include "sparse_arrivals.h"
 #include "crc.h"
 #include "frequencies.h"
 
@@ -14,11 +14,6 @@ struct FormatTable {      // of a float format; decoder.py makes it
     float levels[kSymbols];
     u32 masses[kBetas * 128];
 };
-
-__device__ __forceinline__ void give_up(DecodeJob* job, Arrival& arrival) {
-    arrival.broken = 1;
-    atomicOr(&job->status->bits, u32(UNUSUAL));
-}
 
 // Finds the frame and reads its header; by one thread. The reader then stands at the payload.
 __device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) {
@@ -169,8 +164,6 @@ __device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, in
     arrival.data_length = reader.end - reader.at;
 }
 
-__device__ __forceinline__ u32 little_endian(const u8* at) { return at[0] | at[1] << 8 | at[2] << 16 | u32(at[3]) << 24; }
-
 // Where the chunks begin; by a block of 256.
 __device__ void find_chunks(DecodeJob* job, Arrival& arrival, Reader& reader) {
     __shared__ u64 before;
@@ -213,6 +206,37 @@ __device__ void parse_minifloat(DecodeJob* job, Arrival& arrival, Reader& reader
     read_coding(job, arrival, reader, format->alphabet, format->zero, arrival.count, format->masses);
 }
 
+// Numbers and classes of a sparse frame; low bits and values, which follow, are read by sparse_decoding.cu. Positions in
+// a Golomb code can only be read one after the other, and are left to the host.
+__device__ void parse_sparse(DecodeJob* job, Arrival& arrival, Reader& reader) {
+    __shared__ int alphabet, zero;
+    SparseArrival& s = sparse_of(arrival);
+    if (!threadIdx.x) {
+        u64 count = reader.varint();
+        s.count = s.blocks_done = s.sound = 0;
+        arrival.symbol_count = 0;
+        if (count > u64(arrival.most) || arrival.count > 0x7fffffff || arrival.segments != 1) reader.bad = true;
+        if (!count && reader.at != reader.end) reader.bad = true;
+        if (count && !reader.bad) {
+            u8 kind = reader.byte(), m = reader.byte();
+            u64 length = reader.varint();
+            if (kind >> 4 != 1 || (kind & 15) > AS_BF16 || m > 2 || length > reader.end - reader.at) reader.bad = true;
+            if (!reader.bad) {
+                u32 spare = u32(u64(arrival.count) - count);
+                int low;
+                alphabet = int(class_of(spare, m, &low)) + 1;
+                zero = int(class_of(spare / u32(count), m, &low));
+                arrival.rest = reader.bytes + reader.at + length;
+                arrival.rest_length = reader.end - reader.at - length;
+                reader.end = reader.at + length;
+                s.count = u32(count), s.kind = kind & 15, s.m = m;
+            }
+        }
+    }
+    __syncthreads();
+    if (!reader.bad && s.count) read_coding(job, arrival, reader, alphabet, zero, s.count, nullptr);
+}
+
 // One block of 256 threads for each frame of each rank.
 extern "C" __global__ void parse(DecodeJob* job) {
     __shared__ Reader reader;
@@ -224,6 +248,7 @@ extern "C" __global__ void parse(DecodeJob* job) {
     }
     __syncthreads();
     if (!reader.bad && arrival.codec == 1) parse_minifloat(job, arrival, reader);
+    if (!reader.bad && arrival.codec == 5) parse_sparse(job, arrival, reader);
     __syncthreads();
     if (!reader.bad && arrival.coder == RANS) find_chunks(job, arrival, reader);
     __syncthreads();
@@ -430,15 +455,6 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
 }
 
 // ── the mean ──────────────────────────────────────────────────────────────────────────────────────
-
-__device__ __forceinline__ float rounded(float x, int dtype) {
-    return dtype == FP16 ? half_to_float(float_to_half(x)) : dtype == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
-}
-
-__device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
-    if (dtype == FP32) static_cast<float*>(out)[i] = x;
-    else static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
-}
 
 const int kCombined = 4096;
 

@@ -1,0 +1,125 @@
+"""The largest entries on the GPU: sparse frames of top-k (and so DGC), SBC and STC."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from gradwire.compress.positions import FINEST, class_of
+from gradwire.convert.conversion import Converter
+from gradwire.convert.sbc import SBC
+from gradwire.convert.sparse import BF16, FP16, FP32, ONE_MAGNITUDE, ONE_VALUE, Sparse
+from gradwire.convert.stc import STC
+from gradwire.convert.topk import TopK
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
+from gradwire.frame.headers import SPARSE
+from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
+from gradwire.gpu.structures import COMBINED, PART, SAMPLE, TILE
+
+FORMAT = np.dtype([("kind", "i4"), ("sides", "i4")])
+ARRAYS = ("parts", "tiles", "counts", "sums", "chunks", "values", "positions", "sent")
+PLAN = np.dtype([("k", "i8"), ("room", "i8"), *((name, "u8") for name in ARRAYS)])
+SELECTION = 4 * (18 + 128 + 2 * (4096 + 1024 + 512))  # bytes of the structure of that name in sources/sparse.h
+TILE_RECORD, COUNT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 24, 2048, 4096
+HEAD = 16  # room for the number of entries, how they travel, and how many classes an octave has
+MOST = 2**31 - 1  # entries of a tensor; larger ones are left to the host
+SMALL_EXTRA = 1 << 17  # room for candidates beyond those that are expected
+BYTES = {FP32: 4, FP16: 2, BF16: 2}  # of a value
+
+
+class SparseFamily(Family):
+    """Sparse codecs that send a number of entries of each tensor, with positions as classes of gaps."""
+
+    combines = ("sparse_decoding", "combine_sparse")
+    unpacks = tuple(("sparse_decoding", kernel) for kernel in ("measure_gaps", "join_gaps", "place_entries"))
+
+    def takes(self, converter: Converter) -> bool:
+        """Tell whether it is top-k with values in a cast, SBC or STC, without a threshold."""
+        if not isinstance(converter, Sparse) or converter.threshold is not None or converter.positions == "golomb":
+            return False
+        return isinstance(converter, SBC | STC) or (isinstance(converter, TopK) and converter.cast is not None)
+
+    def pieces(self, task: FrameTask) -> FramePieces:
+        """Return number and kind of the entries, the classes of their gaps, the low bits of these, and the values."""
+        converter, elements = task.converter, task.count
+        assert isinstance(converter, Sparse)
+        assert len(task.tensors) == 1, "sparse frames have no segments"
+        k = (converter.count(elements) or 0) if elements <= MOST else 0
+        plan, scratch = _plan(k, elements, _sides(converter))
+        kind = _kind(converter)
+        values = k * BYTES[kind] if kind in BYTES else 4 + 4 * -(-k // 32) if kind == ONE_MAGNITUDE else 4
+        most_classes = class_of(elements, FINEST) + 1  # a kernel knows how many there are
+        stream = StreamPlan(most_classes, zero=0, most=max(k, 1))
+        head, low = Bytes(bytes(HEAD) + plan.tobytes(), [HEAD]), Bytes(most=_most_low_bytes(k, elements))
+        pieces: list[Bytes | int] = [head, ~0, 0, low, Bytes(most=values)]
+        return FramePieces(SPARSE, 0, pieces, [stream], [scratch])
+
+    def format(self, converter: Converter) -> np.ndarray:
+        """Return how values travel, and whether both signs are looked at apart."""
+        assert isinstance(converter, Sparse)
+        return np.array([(_kind(converter), _sides(converter))], FORMAT).view(np.uint8)
+
+    def room_to_decode(self, converter: Converter, count: int) -> tuple[int, int]:
+        """Return how many entries a frame sends at most, and room for their positions and values."""
+        assert isinstance(converter, Sparse)
+        k = converter.count(count) or 0
+        return k, 64 + 16 * -(-k // CHUNK) + 8 * k + 4 * (-(-count // COMBINED) + 1)
+
+    def convert(self, batch: Batch) -> None:
+        """Sample, pick out candidates, find the k-th, and write what is sent."""
+        batch.launch_parts("sparse", "sample", 1024)
+        batch.launch_tiles("sparse", "gather")
+        if batch.most > SAMPLE:  # else the sample was all there is, and cannot mislead
+            batch.launch_parts("sparse", "start_over", 1024)
+        for kernel in ("narrow_first", "narrow_second", "narrow_third", "tally", "send_chosen"):
+            batch.launch_groups("sparse", kernel)
+        batch.launch_groups("sparse_gaps", "count_gaps")
+        batch.launch_groups("sparse_gaps", "write_gaps")
+
+
+def mask_sent(batch: Batch, velocities: torch.Tensor) -> None:
+    """Zero velocities (fp32) where the batch's latest message has sent something that is not zero.
+
+    `velocities` are addresses on the device (int64), one for each tensor of the message in its order, 0 for none. The
+    launch goes to the stream of the message, behind it and before the next one.
+    """
+    arguments = Arguments(batch.job, batch.groups, velocities)
+    programs.kernel("sparse_gaps", "mask_sent", batch.device)(batch.group_count, 256, arguments)
+
+
+def _kind(converter: Sparse) -> int:
+    if isinstance(converter, TopK):
+        assert converter.cast is not None
+        return converter.cast
+    return ONE_VALUE if isinstance(converter, SBC) else ONE_MAGNITUDE
+
+
+def _sides(converter: Sparse) -> int:
+    return 2 if isinstance(converter, SBC) else 1
+
+
+def _plan(k: int, elements: int, sides: int) -> tuple[np.ndarray, int]:
+    """Return where a tensor's arrays are in its scratch, and how much of it there is."""
+    expected = sides * (k + min(k, elements // 50))
+    room = min(elements, 2 * expected + SMALL_EXTRA)
+    parts, tiles = -(-min(elements, SAMPLE) // PART), -(-elements // TILE)
+    chunks = -(-k // CHUNK)
+    sizes = (
+        2 * BUCKETS * sides * parts, TILE_RECORD * tiles, COUNT * sides * tiles, COUNT * sides * tiles,
+        CHUNK_RECORD * chunks, 4 * room, 4 * room, 4 * k,
+    )  # fmt: skip
+    plan, at = np.zeros(1, PLAN), -(-SELECTION // 16) * 16
+    plan["k"], plan["room"] = k, room
+    for name, size in zip(ARRAYS, sizes, strict=True):
+        plan[name] = at
+        at += -(-size // 16) * 16
+    return plan, at
+
+
+def _most_low_bytes(k: int, elements: int) -> int:
+    """Return room for the low bits of k positions or fewer: they take most if all gaps are alike."""
+    k = max(1, min(k, int(elements / math.e) + 1))
+    return int(k * math.log2(max(elements / k, 2)) / 8) + 16
