@@ -258,6 +258,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts)
     const float *gradient = static_cast<const float*>(t.gradient), *before = t.before;
     float* after = t.after;
     u8* symbols = job->symbols + t.first;
+    const bool words = !((u64)(symbols) & 3);  // segments begin anywhere
     i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
     u32 largest_bits = 0;  // of |g|: beyond those of the finite numbers if one is not finite
     FewCounts few = {0, 0, 0};
@@ -301,7 +302,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts)
                 if (FEW && (whole || i + k < end)) few.add(symbol);
                 if (!FEW && (whole || i + k < end)) atomicAdd(&counts[symbol], 1u);
             }
-            if (whole) {
+            if (whole && words) {
                 *reinterpret_cast<u32*>(symbols + i) = packed;
             } else {
                 for (int k = 0; k < 4 && i + k < end; k++) symbols[i + k] = u8(packed >> 8 * k);
