@@ -88,8 +88,9 @@ class MessageEncoder:
         layout.prepare(tasks, families, out)
         for family, batch in layout.batches.items():
             family.convert(batch)
-        few = int(layout.streams["alphabet"].max()) <= FEW
-        self._launch("choose_few" if few else "choose", len(layout.streams), 192 if few else 256, layout)
+        self._launch("choose_few", len(layout.streams), 192, layout)
+        if int(layout.streams["alphabet"].max()) > FEW:  # or there may be so many
+            self._launch("choose", len(layout.streams), 256, layout)
         self._launch("encode_chunks", -(-len(layout.chunks) // 2), 64, layout)
         self._launch("lay_out", 1, 256, layout)
         self._launch("place_chunks", len(layout.chunks), 128, layout)

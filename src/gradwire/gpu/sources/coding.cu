@@ -139,6 +139,7 @@ extern "C" __global__ void choose_few(Job* job) {
     __shared__ int shape[3], winner;  // of the GenNorm: whether there is one, β and zero mass
     Stream& stream = job->streams[blockIdx.x];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, K = stream.alphabet;
+    if (K > 32) return;  // one for `choose`
     u64 count = lane < K ? stream.counts[lane] : 0, n = count;
     for (int by = 16; by; by >>= 1) n += __shfl_xor_sync(~0u, n, by);
     u32 used = __ballot_sync(~0u, count != 0);
@@ -210,6 +211,7 @@ extern "C" __global__ void choose(Job* job) {
     __shared__ u32 bits[kMostHead / 4];
     Stream& stream = job->streams[blockIdx.x];
     int s = threadIdx.x, K = stream.alphabet;
+    if (K <= 32) return;  // one for `choose_few`
     u64 mine = s < K ? stream.counts[s] : 0, total, used;
     counts[s] = mine;
     stream.counts[s] = 0;  // for the next message
