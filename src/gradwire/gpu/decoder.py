@@ -219,8 +219,10 @@ class _DecodeLayout:
         self._start("check", len(self.arrivals) * self.blocks, 128, self._on_blocks)
         self._start("decode_chunks", len(self.arrivals) * self.blocks, 128, self._on_blocks)
         for family, blocks, arguments in self._combines:
-            for program, kernel in family.unpacks:
-                programs.kernel(program, kernel, self.device)(len(self.arrivals) * self.blocks, 256, self._on_blocks)
+            for unpack in family.unpacks:
+                on, number = (self._on_blocks, self.blocks) if unpack.several else (self._on_job, 1)
+                start = programs.kernel(unpack.program, unpack.kernel, self.device)
+                start(len(self.arrivals) * number, unpack.threads, on)
             program, kernel = family.combines
             programs.kernel(program, kernel, self.device)(blocks, 256, arguments)
         self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)

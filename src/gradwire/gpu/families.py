@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,11 +121,20 @@ class Batch:
         programs.kernel(program, kernel, self.device)(blocks, threads, self._on_all_tiles)
 
 
+class Unpack(NamedTuple):
+    """A kernel of a family that works on the frames of all ranks; it leaves those of other families alone."""
+
+    program: str
+    kernel: str
+    threads: int
+    several: bool  # blocks for each frame, or one
+
+
 class Family(ABC):
     """Converters that share their kernels."""
 
     combines = ("decoding", "combine")  # program and kernel that make the mean of the frames of all ranks
-    unpacks: tuple[tuple[str, str], ...] = ()  # those that come before it, launched for all frames of all ranks
+    unpacks: tuple[Unpack, ...] = ()  # kernels that come before it, for all frames of all ranks
 
     @abstractmethod
     def takes(self, converter: Converter) -> bool:

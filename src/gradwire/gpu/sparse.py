@@ -16,7 +16,7 @@ from gradwire.convert.topk import TopK
 from gradwire.cuda_runtime import programs
 from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.frame.headers import SPARSE
-from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
+from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan, Unpack
 from gradwire.gpu.structures import COMBINED, PART, SAMPLE, TILE
 
 FORMAT = np.dtype([("kind", "i4"), ("sides", "i4")])
@@ -34,7 +34,9 @@ class SparseFamily(Family):
     """Sparse codecs that send a number of entries of each tensor, with positions as classes of gaps."""
 
     combines = ("sparse_decoding", "combine_sparse")
-    unpacks = tuple(("sparse_decoding", kernel) for kernel in ("measure_gaps", "join_gaps", "place_entries"))
+    unpacks = tuple(
+        Unpack("sparse_decoding", kernel, 256, True) for kernel in ("measure_gaps", "join_gaps", "place_entries")
+    )
 
     def takes(self, converter: Converter) -> bool:
         """Tell whether it is top-k with values in a cast, SBC or STC, without a threshold."""

@@ -2,6 +2,7 @@
 // the status, and the host decodes the message again and says what is wrong. Nothing is read or written out of bounds,
 // whatever a frame says.
 #include "sparse_arrivals.h"
+#include "apart.h"
 #include "crc.h"
 #include "frequencies.h"
 
@@ -186,19 +187,24 @@ __device__ void find_chunks(DecodeJob* job, Arrival& arrival, Reader& reader) {
     __syncthreads();
 }
 
+// The step of the frame, or of each of its segments; by one thread.
+__device__ void read_steps(Arrival& arrival, Reader& reader) {
+    if (arrival.segments > 1 && reader.varint() != u64(arrival.segments)) reader.bad = true;
+    u64 sum = 0;
+    for (int k = 0; k < arrival.segments && !reader.bad; k++) {
+        if (arrival.segments > 1) sum += reader.varint();
+        if (!read_step(reader, arrival.steps + k)) reader.bad = true;
+    }
+    if (arrival.segments > 1 && sum != u64(arrival.count)) reader.bad = true;
+}
+
 __device__ void parse_minifloat(DecodeJob* job, Arrival& arrival, Reader& reader) {
     __shared__ const FormatTable* format;
     if (!threadIdx.x) {
         int number = reader.byte();
         format = static_cast<const FormatTable*>(job->formats) + (number < kFormats ? number : 0);
         if (number >= kFormats) reader.bad = true;
-        if (arrival.segments > 1 && reader.varint() != u64(arrival.segments)) reader.bad = true;
-        u64 sum = 0;
-        for (int k = 0; k < arrival.segments && !reader.bad; k++) {
-            if (arrival.segments > 1) sum += reader.varint();
-            if (!read_step(reader, arrival.steps + k)) reader.bad = true;
-        }
-        if (arrival.segments > 1 && sum != u64(arrival.count)) reader.bad = true;
+        read_steps(arrival, reader);
     }
     __syncthreads();
     if (reader.bad) return;
@@ -237,6 +243,47 @@ __device__ void parse_sparse(DecodeJob* job, Arrival& arrival, Reader& reader) {
     if (!reader.bad && s.count) read_coding(job, arrival, reader, alphabet, zero, s.count, nullptr);
 }
 
+// How the list of outliers begins; by one thread. Whatever is too large for the scratch is left to the host.
+__device__ void open_outliers(Arrival& arrival, Reader reader, Reader& all) {
+    Apart& list = apart_of(arrival);
+    if (reader.at == reader.end) return;
+    u64 length = reader.end - reader.at, count = reader.varint();
+    list.a = reader.byte(), list.b = reader.byte();
+    list.codes = reader.bytes + reader.at;
+    list.bits = 8 * (reader.end - reader.at);
+    list.pieces = u32((list.bits + kPieceBits - 1) / kPieceBits);
+    bool valid = !reader.bad && count && count <= room_apart(arrival.count) && list.a <= 31 && list.b <= 24 &&
+                 count <= list.bits && length <= code_room(arrival.count) && arrival.count < i64(1) << 32;
+    if (valid) list.count = count;
+    else all.bad = true;
+}
+
+__device__ void parse_grid(DecodeJob* job, Arrival& arrival, Reader& reader) {
+    __shared__ int largest;
+    Apart& list = apart_of(arrival);
+    int s = threadIdx.x;
+    if (!s) {
+        list.count = 0;
+        largest = list.largest = reader.byte();
+        int number = list.offset_count = reader.byte();
+        if (largest < 1 || largest > 127 || number > 15) reader.bad = true;
+        for (int k = 0; k < number && !reader.bad; k++) list.offsets[k] = float(int(reader.byte() ^ 128) - 128) / 256.0f;
+        read_steps(arrival, reader);
+        u64 length = reader.varint();
+        if (length > reader.end - reader.at) reader.bad = true;
+        if (!reader.bad) {
+            open_outliers(arrival, {reader.bytes, reader.end - length, reader.end, false}, reader);
+            reader.end -= length;
+        }
+    }
+    __syncthreads();
+    if (reader.bad) return;
+    int j = s < largest ? largest - s : s - largest, which = j < list.offset_count ? j : list.offset_count;
+    float level = j ? __fadd_rn(float(j), which ? list.offsets[which - 1] : 0.0f) : 0.0f;
+    arrival.levels[s] = s < largest ? -level : level;
+    read_coding(job, arrival, reader, 2 * largest + 1, largest, arrival.count, nullptr);
+}
+
 // One block of 256 threads for each frame of each rank.
 extern "C" __global__ void parse(DecodeJob* job) {
     __shared__ Reader reader;
@@ -249,6 +296,7 @@ extern "C" __global__ void parse(DecodeJob* job) {
     __syncthreads();
     if (!reader.bad && arrival.codec == 1) parse_minifloat(job, arrival, reader);
     if (!reader.bad && arrival.codec == 5) parse_sparse(job, arrival, reader);
+    if (!reader.bad && arrival.codec == 3) parse_grid(job, arrival, reader);
     __syncthreads();
     if (!reader.bad && arrival.coder == RANS) find_chunks(job, arrival, reader);
     __syncthreads();
@@ -458,9 +506,24 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
 
 const int kCombined = 4096;
 
-// FP32 and the other dtypes apart: most gradients are fp32, and need no rounding.
+// The values of a rank's outliers in a tile, where the tile has their mark.
 template <int DTYPE>
-__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, float* values) {
+__device__ __forceinline__ void place_apart(const Arrival& arrival, Source source, i64 tile, float weight, float* apart) {
+    if (!apart_of(arrival).count) return;
+    i64 start = source.first + tile * kCombined;
+    const u32* index = index_of(arrival) + start / kBucket;  // a tile touches two buckets at most
+    const Listed* listed = listed_of(arrival);
+    for (u32 k = index[0] + threadIdx.x; k < index[2]; k += 256) {
+        i64 at = i64(listed[k].position) - start;
+        if (at < 0 || at >= kCombined) continue;
+        float value = received(__fmul_rn(listed[k].level, arrival.steps[source.segment]), DTYPE);
+        apart[at] = rounded(weight != 1.0f ? __fmul_rn(value, weight) : value, DTYPE);
+    }
+}
+
+// FP32 and the other dtypes apart: most gradients are fp32, and need no rounding.
+template <int DTYPE, bool APART>
+__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, float* values, float* apart) {
     int tid = threadIdx.x;
     float weight = job->weight, sum[16];
     i64 begin = tile * kCombined + 4 * tid;
@@ -488,10 +551,12 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
         float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), DTYPE);
         if (weight != 1.0f) value = __fmul_rn(value, weight);
         values[tid] = target.rounds ? rounded(value, DTYPE) : value;
+        if (APART) place_apart<DTYPE>(arrival, source, tile, weight, apart);
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < 16; k++) {
-            float v = values[mine[k >> 2] >> 8 * (k & 3) & 255];
+            u32 symbol = mine[k >> 2] >> 8 * (k & 3) & 255;
+            float v = APART && symbol == kApart ? apart[1024 * (k >> 2) + 4 * tid + (k & 3)] : values[symbol];
             sum[k] = rounded(any ? __fadd_rn(sum[k], v) : v, DTYPE);
         }
         any = true;
@@ -518,9 +583,20 @@ extern "C" __global__ void __launch_bounds__(256) combine(DecodeJob* job, const 
     Where where = tiles[blockIdx.x];
     const Target& target = job->targets[where.item];
     if (job->status->bits) return;
-    if (target.dtype == FP32) combine_tile<FP32>(job, target, where.index, values);
-    else if (target.dtype == FP16) combine_tile<FP16>(job, target, where.index, values);
-    else combine_tile<BF16>(job, target, where.index, values);
+    if (target.dtype == FP32) combine_tile<FP32, false>(job, target, where.index, values, nullptr);
+    else if (target.dtype == FP16) combine_tile<FP16, false>(job, target, where.index, values, nullptr);
+    else combine_tile<BF16, false>(job, target, where.index, values, nullptr);
+}
+
+// The same for grids, some of whose entries are listed apart.
+extern "C" __global__ void __launch_bounds__(256) combine_grid(DecodeJob* job, const Where* tiles) {
+    __shared__ float values[kSymbols], apart[kCombined];
+    Where where = tiles[blockIdx.x];
+    const Target& target = job->targets[where.item];
+    if (job->status->bits) return;
+    if (target.dtype == FP32) combine_tile<FP32, true>(job, target, where.index, values, apart);
+    else if (target.dtype == FP16) combine_tile<FP16, true>(job, target, where.index, values, apart);
+    else combine_tile<BF16, true>(job, target, where.index, values, apart);
 }
 
 // How large the structures are here, for the test that numpy lays them out alike.
