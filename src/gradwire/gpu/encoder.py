@@ -13,6 +13,7 @@ import torch
 from gradwire.convert.conversion import Converter
 from gradwire.cuda_runtime import programs
 from gradwire.gpu.families import Family, FrameTask
+from gradwire.gpu.grid import GridFamily
 from gradwire.gpu.layout import DTYPES, MessageLayout
 from gradwire.gpu.minifloat import MinifloatFamily
 from gradwire.gpu.sparse import SparseFamily
@@ -20,7 +21,7 @@ from gradwire.gpu.structures import NONFINITE, STATUS
 from gradwire.gpu.workspace import Workspace
 
 FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
-FAMILIES: tuple[Family, ...] = (MinifloatFamily(), SparseFamily())
+FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily())
 
 
 def family_of(converter: Converter) -> Family | None:

@@ -1,0 +1,85 @@
+"""ECQ on the GPU: grid frames."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.convert.conversion import Converter
+from gradwire.convert.ecq import Ecq
+from gradwire.cuda_runtime import programs
+from gradwire.frame.byte_fields import varint
+from gradwire.frame.headers import GRID, SEGMENTED
+from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
+from gradwire.gpu.structures import SAMPLE
+from gradwire.kernels import grid_capacity
+
+LARGEST = 127  # magnitude of a symbol
+# As in sources/grid.h: what a frame's scratch begins with, and how the searched part of the sample is sorted.
+HEAD, SEARCHED, SORTED, SORTS, SHIFTS = 8192, 1 << 14, 4096, 4, 7
+BUCKET, PIECE_BITS = 4096, 1024  # as in sources/apart.h
+LENGTH_BYTES = 10  # of a varint, at most
+
+
+class GridFamily(Family):
+    """Grids that meet a rate or an error, rounded to nearest."""
+
+    combines = ("decoding", "combine_grid")
+    unpacks = (
+        ("outliers", "begin_pieces", True),
+        ("outliers", "join_pieces", True),
+        ("outliers", "settle_pieces", False),
+        ("outliers", "list_outliers", True),
+    )
+
+    def takes(self, converter: Converter) -> bool:
+        """Tell whether it is ECQ. Stochastic rounding is left to the CPU."""
+        return isinstance(converter, Ecq) and not converter.stochastic
+
+    def pieces(self, task: FrameTask) -> FramePieces:
+        """Return the grid with the step of each tensor, how long the list of outliers is, symbols, and outliers."""
+        assert isinstance(task.converter, Ecq)
+        side, steps, several = bytearray([LARGEST, 2, 0, 0]), [], len(task.tensors) > 1
+        if several:
+            side += varint(len(task.tensors))
+        for tensor in task.tensors:
+            if several:
+                side += varint(tensor.gradient.numel())
+            steps.append(len(side))
+            side += b"\x80\x3f"
+        capacity, sorts = grid_capacity(task.count), min(SORTS, -(-task.count // SORTED))
+        of_sort = 4 * SORTED + 2 * (SORTED + 8)  # bytes; with sums, where the target is an error
+        of_sort += 16 * (SORTED + 8) if task.converter.target.rate is None else 0
+        return FramePieces(
+            GRID,
+            SEGMENTED if several else 0,
+            [Bytes(bytes(side), steps), Bytes(most=LENGTH_BYTES), 0, Bytes(most=64 + 8 * capacity)],
+            # The kernels say how many symbols there really are.
+            [StreamPlan(2 * LARGEST + 1, LARGEST)],
+            own=[HEAD + sorts * of_sort + 8 * capacity] + [0] * (len(task.tensors) - 1),
+        )
+
+    def arrival_bytes(self, count: int) -> int:
+        """Return the room for outliers, an index of them, and pieces of their codes, as sources/apart.h has them."""
+        room, index = grid_capacity(count), (count // BUCKET // 2 + 2) * 2
+        pieces = 8 * (64 + 8 * room) // PIECE_BITS + 1
+        return 256 + 8 * room + 4 * index + 40 * pieces
+
+    def format(self, converter: Converter) -> np.ndarray:
+        """Return the target: the rate, and the error; one of them is 0."""
+        assert isinstance(converter, Ecq)
+        target = converter.target
+        return np.array([target.rate or 0.0, 0.0 if target.rate else target.nmse], dtype=np.float64).view(np.uint8)
+
+    def convert(self, batch: Batch) -> None:
+        """Sample, search, choose, convert, and list the outliers."""
+        batch.launch_parts("grid_search", "sample")
+        if batch.most > SAMPLE:
+            batch.launch_on_all_tiles("grid_search", "look_closer")
+        batch.launch_parts("grid_search", "sort")
+        # One block for each width of the cell of zero: of the blocks of all parts, those of a tensor's first do it.
+        programs.kernel("grid_search", "search", batch.device)(SHIFTS * batch.part_count, 256, batch.on_parts)
+        batch.launch_parts("grid_search", "compare")
+        batch.launch_tiles("grid", "convert")
+        batch.launch_tiles("grid", "measure_outliers")
+        batch.launch_tiles("grid", "clear_outliers")
+        batch.launch_tiles("grid", "write_outliers")

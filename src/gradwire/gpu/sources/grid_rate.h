@@ -1,0 +1,121 @@
+// What a grid costs: bits of the symbols, of their table and of the outliers, by the counts of its cells.
+#pragma once
+#include "grid.h"
+
+// As in convert/grid_fit.py: bits of side information that do not depend on the symbols, the least share of the symbols
+// of all bits, and by how much more symbols have to be better.
+const double kFixed = 72, kLeastShare = 0.75, kNearly = 1.01;
+const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
+const double kLanes = 0.004;  // bits of lanes for each bit, or for each entry if these are more
+
+struct Measured {
+    double bits;    // of symbols and outliers, for all entries of the frame
+    double table;   // bits of the table of frequencies
+    double cost;    // the bits, and what outliers cost in time
+    double number;  // of outliers
+};
+
+// Bits of the symbols with a table of so many bits of precision, by a warp.
+__device__ __noinline__ double coded_bits(const Cells* cells, double zeros, double total, int largest, int precision,
+                                          double* table) {
+    int lane = threadIdx.x & 31;
+    double scale = double(1 << precision) / total, bits = 0, sum = 0, code = 0, used = 0;
+    for (int k = lane; k <= 2 * largest; k += 32) {
+        double count = k == 2 * largest ? zeros : double(k < largest ? cells[k] : cells[128 + k - largest]);
+        float f = count > 0 ? rintf(float(count * scale)) : 0.0f;
+        if (count > 0 && f < 1) f = 1;
+        if (count > 0) bits -= count * double(log2f(f));
+        sum += f;
+        used += count;
+        if (k < 2 * largest) code += 2 * bit_length(u32(f) + 1) - 1;
+    }
+    bits = warp_sum(bits);
+    sum = warp_sum(sum);
+    used = warp_sum(used);
+    *table = 8 * ceil(warp_sum(code) / 8);
+    return bits + used * double(log2f(float(sum)));
+}
+
+// Rate with symbols up to ±largest, by a warp.
+__device__ __noinline__ Measured measure_size(const Cells* cells, double total, double count, int largest) {
+    int lane = threadIdx.x & 31;
+    double scale = count / total, inside = 0, outside = 0, excess = 0, ends = cells[127];
+    for (int k = lane; k < kCells; k += 32) {
+        double both = double(cells[k]) + double(cells[128 + k]);
+        if (k < largest)
+            inside += both;
+        else
+            outside += both, excess += both * (k - largest);
+    }
+    inside = warp_sum(inside);
+    outside = warp_sum(outside) + ends;
+    excess = warp_sum(excess) + ends * (kCells - largest + 32);
+    Measured m;
+    double zeros = total - inside;
+    if (zeros < 0) zeros = 0;
+    m.number = outside * scale;
+    double table;
+    if (2 * largest + 1 <= 16) {
+        double fine_table, coarse = coded_bits(cells, zeros, total, largest, 8, &table) * scale;
+        double fine = coded_bits(cells, zeros, total, largest, 12, &fine_table) * scale;
+        if (coarse + table > (fine + fine_table) * (count >= kLarge ? kTolerance : 1.0))
+            coarse = fine, table = fine_table;
+        m.bits = coarse;
+    } else {
+        m.bits = coded_bits(cells, zeros, total, largest, 14, &table) * scale;
+    }
+    // What a coder on a GPU spends on its lanes: see kBitsPerLane and kMostRows of coding.cu.
+    m.table = table + kLanes * (m.bits > count ? m.bits : count);
+    if (outside > 0) {
+        int b = bit_length(u32(excess / outside)) - 1;
+        if (b < 0) b = 0;
+        double codes = 0;
+        for (int k = largest + lane; k < kCells; k += 32)
+            codes += (double(cells[k]) + double(cells[128 + k])) *
+                     (2 * bit_length((u32(k - largest) >> b) + 1) - 1 + b);
+        codes = warp_sum(codes) + ends * (2 * bit_length((u32(kCells - largest + 32) >> b) + 1) - 1 + b);
+        m.bits += (outside * (double(log2f(float(total / outside))) + 2.5) + codes) * scale;
+    }
+    m.cost = m.bits + m.table + m.number;
+    // There is room for a sixteenth; the sample may have had fewer than there are.
+    if (outside > total / 17 + 16) m.cost = 1e300;
+    return m;
+}
+
+// The best number of symbols, and what they take; `largest` is 0 if there are too many outliers for any. By a warp.
+__device__ __noinline__ Measured measure(const Cells* cells, double total, double count, int* largest) {
+    Measured all[5], best;
+    double least = 1e300;
+    int tried = 0;
+    for (int size = 7; size <= kCells; size = 2 * size + 1, tried++) {
+        all[tried] = measure_size(cells, total, count, size);
+        double bits = all[tried].cost < 1e300 ? all[tried].bits + all[tried].table : 1e300;
+        least = bits < least ? bits : least;
+        // More symbols have to save more than a hundredth.
+        if (all[tried].cost < 1e300 && all[tried].number * 16 < bits * (kNearly - 1)) {
+            tried++;
+            break;
+        }
+    }
+    *largest = 0;
+    best.cost = best.bits = 1e300;
+    best.table = best.number = 0;
+    for (int k = tried - 1; k >= 0; k--)
+        if (all[k].cost < 1e300 && all[k].bits + all[k].table <= kNearly * least)
+            best = all[k], *largest = (8 << k) - 1;
+    if (*largest != 7) return best;
+    for (int size = 6; size >= 3; size--) {
+        Measured m = measure_size(cells, total, count, size);
+        if (m.cost > best.cost) break;
+        best = m, *largest = size;
+    }
+    return best;
+}
+
+// By how many bits an entry it is too much: about log₂ of the factor by which the step is too small.
+__device__ __forceinline__ double excess_of(const Measured& m, double rate, double count) {
+    if (!(m.cost < 1e300)) return 1e300;
+    double budget = rate * count, wanted = budget - kFixed - m.table;
+    if (wanted < kLeastShare * budget) wanted = kLeastShare * budget;
+    return (m.bits - wanted) / count;
+}
