@@ -9,7 +9,7 @@ from gradwire.convert.ecq import Ecq
 from gradwire.cuda_runtime import programs
 from gradwire.frame.byte_fields import varint
 from gradwire.frame.headers import GRID, SEGMENTED
-from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
+from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan, Unpack
 from gradwire.gpu.structures import SAMPLE
 from gradwire.kernels import grid_capacity
 
@@ -25,10 +25,10 @@ class GridFamily(Family):
 
     combines = ("decoding", "combine_grid")
     unpacks = (
-        ("outliers", "begin_pieces", True),
-        ("outliers", "join_pieces", True),
-        ("outliers", "settle_pieces", False),
-        ("outliers", "list_outliers", True),
+        Unpack("outliers", "begin_pieces", 128, True),
+        Unpack("outliers", "join_pieces", 128, True),
+        Unpack("outliers", "settle_pieces", 1024, False),
+        Unpack("outliers", "list_outliers", 128, True),
     )
 
     def takes(self, converter: Converter) -> bool:
@@ -58,11 +58,11 @@ class GridFamily(Family):
             own=[HEAD + sorts * of_sort + 8 * capacity] + [0] * (len(task.tensors) - 1),
         )
 
-    def arrival_bytes(self, count: int) -> int:
-        """Return the room for outliers, an index of them, and pieces of their codes, as sources/apart.h has them."""
+    def room_to_decode(self, converter: Converter, count: int) -> tuple[int, int]:
+        """Return the number of entries, and the room for outliers, an index of them, and pieces of their codes, as sources/apart.h has them."""
         room, index = grid_capacity(count), (count // BUCKET // 2 + 2) * 2
         pieces = 8 * (64 + 8 * room) // PIECE_BITS + 1
-        return 256 + 8 * room + 4 * index + 40 * pieces
+        return count, 256 + 8 * room + 4 * index + 40 * pieces
 
     def format(self, converter: Converter) -> np.ndarray:
         """Return the target: the rate, and the error; one of them is 0."""
