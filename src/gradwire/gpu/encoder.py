@@ -15,13 +15,14 @@ from gradwire.cuda_runtime import programs
 from gradwire.gpu.families import Family, FrameTask
 from gradwire.gpu.grid import GridFamily
 from gradwire.gpu.layout import DTYPES, MessageLayout
+from gradwire.gpu.levels import LEVEL_FAMILIES
 from gradwire.gpu.minifloat import MinifloatFamily
 from gradwire.gpu.sparse import SparseFamily
 from gradwire.gpu.structures import NONFINITE, STATUS
 from gradwire.gpu.workspace import Workspace
 
 FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
-FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily())
+FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily(), *LEVEL_FAMILIES)
 
 
 def family_of(converter: Converter) -> Family | None:

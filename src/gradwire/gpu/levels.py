@@ -1,0 +1,124 @@
+"""Quantizers with a few levels in each bucket on the GPU: BinGrad, ORQ, QSGD, TernGrad, signSGD and linear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from gradwire.convert.bingrad import BinGrad
+from gradwire.convert.conversion import Converter
+from gradwire.convert.level_numbers import PRECISIONS, sent
+from gradwire.convert.levels import Levels, make_buckets, widths
+from gradwire.convert.linear import LinearLevels
+from gradwire.convert.orq import ORQ
+from gradwire.convert.qsgd import QSGD
+from gradwire.convert.signsgd import SignSGD
+from gradwire.convert.terngrad import TernGrad
+from gradwire.frame.byte_fields import varint
+from gradwire.frame.headers import LEVELS, SEGMENTED
+from gradwire.gpu.families import RANS, RAW, Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
+
+MAX_NORM, L2_NORM, SIGN, RANGE, TWO, PAIR, GREEDY = range(7)  # methods of sources/levels.h
+SMALLEST_BUCKET = 32
+THREADS = 128
+_PRECISIONS = tuple(PRECISIONS.values())
+
+
+class _Method(NamedTuple):
+    kernels: str  # the kernels that it is one of
+    number: int
+
+
+class LevelsFamily(Family):
+    """One kind of kernel, for buckets up to a size: those have registers for all entries of a bucket."""
+
+    def __init__(self, kernels: str, above: int, up_to: int):
+        self.kernels, self.above, self.up_to = kernels, above, up_to
+
+    def takes(self, converter: Converter) -> bool:
+        """Tell whether it is a method of these kernels, with buckets that tiles consist of."""
+        if not isinstance(converter, Levels) or converter.coder not in ("auto", "rans", "raw"):
+            return False
+        method, bucket = _method(converter), converter.bucket
+        return (
+            method is not None
+            and method.kernels == self.kernels
+            and bucket >= SMALLEST_BUCKET
+            and bucket.bit_count() == 1
+            and self.above < bucket <= self.up_to
+        )
+
+    def pieces(self, task: FrameTask) -> FramePieces:
+        """Return side information with room for the numbers of each segment, and the symbols."""
+        converter = task.converter
+        assert isinstance(converter, Levels)
+        side, steps = _side(
+            tuple(t.gradient.numel() for t in task.tensors), converter.bucket, converter.levels, converter.kind,
+            _PRECISIONS.index(converter.precision),
+        )  # fmt: skip
+        stream = StreamPlan(converter.levels, converter.levels // 2, RAW if converter.coder == "raw" else RANS)
+        flags = SEGMENTED if len(task.tensors) > 1 else 0
+        return FramePieces(LEVELS, flags, [Bytes(side, steps), 0], [stream])
+
+    def format(self, converter: Converter) -> np.ndarray:
+        """Return the method and its parameters."""
+        assert isinstance(converter, Levels)
+        method = _method(converter)
+        assert method is not None
+        precision = _PRECISIONS.index(converter.precision)
+        fields = [method.number, converter.levels, converter.kind, precision, converter.bucket]
+        return np.array([*fields, converter.stochastic, converter.outward, 0], dtype=np.int32).view(np.uint8)
+
+    def convert(self, batch: Batch) -> None:
+        """Find levels and convert, in one pass."""
+        batch.launch_tiles(f"levels_{self.kernels}", f"{self.kernels}{self.up_to}", THREADS)
+
+
+LEVEL_FAMILIES = tuple(
+    LevelsFamily(kernels, above, up_to)
+    for kernels, sizes in (("scaled", (512, 1024, 2048)), ("sorted", (512, 1024)), ("searched", (512, 1024, 2048)))
+    for above, up_to in zip((0, *sizes), sizes, strict=False)
+)
+
+
+def _method(converter: Levels) -> _Method | None:
+    """Return how the levels of this converter are found on the GPU, if they are."""
+    if isinstance(converter, QSGD):
+        return _Method("scaled", MAX_NORM if converter.norm == "max" else L2_NORM)
+    if isinstance(converter, TernGrad):
+        return None if converter.clip else _Method("scaled", MAX_NORM)
+    if isinstance(converter, SignSGD):
+        return _Method("scaled", SIGN)
+    if isinstance(converter, LinearLevels):
+        return _Method("scaled", RANGE)
+    if isinstance(converter, BinGrad):
+        return None if converter.clip else _Method("sorted", PAIR if converter.stochastic else TWO)
+    if isinstance(converter, ORQ):
+        return None if converter.clip or converter.search != "greedy" else _Method("searched", GREEDY)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _side(lengths: tuple[int, ...], bucket: int, levels: int, kind: int, precision: int) -> tuple[bytes, Sequence[int]]:
+    """Return the side information with zeros for all numbers, and where those of each tensor begin.
+
+    Tensors that share a segment, because one of them is too small for levels of its own, have the same place.
+    """
+    segments = tuple(n for n in lengths if n) if len(lengths) > 1 else ()
+    buckets = make_buckets(sum(lengths), segments, bucket, levels)
+    side = varint(buckets.bucket) + bytes([levels, kind | precision << 2])
+    if segments:
+        side += varint(len(buckets.segments)) + b"".join(map(varint, buckets.segments))
+    before = np.append(0, np.cumsum(sent(buckets.sizes, widths(kind, levels)) * _PRECISIONS[precision].itemsize))
+    first_buckets = np.searchsorted(buckets.starts, np.cumsum((0, *buckets.segments)))
+    places = len(side) + before[first_buckets]
+    ends, steps, segment, entries = np.cumsum(buckets.segments), [], 0, 0
+    for n in lengths:
+        while segment + 1 < len(ends) and entries >= ends[segment]:
+            segment += 1
+        steps.append(int(places[segment]))
+        entries += n
+    return side + bytes(int(before[-1])), steps

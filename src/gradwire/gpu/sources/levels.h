@@ -1,0 +1,633 @@
+// A few levels in each bucket of entries (codec 4): the levels, the symbols and the new error memory in one pass.
+//
+// A warp takes a bucket and keeps all its entries in registers, so that gradient and memory are read once. A tile has
+// whole buckets, since their size divides a tile's. Padding behind a short bucket is +infinity, which sorts last.
+#pragma once
+#include "common.h"
+
+const int kTile = 8192, kWarps = 4, kThreads = 32 * kWarps, kFew = 16;
+#define kInfinity __uint_as_float(0x7f800000u)
+const float kLargest = 8.507059173023462e37f;   // 2^126, the largest magnitude of a level
+const float kUsual = 1.329227995784916e36f;     // 2^120: up to here, sums of a bucket are far from overflowing
+enum { MAX_NORM, L2_NORM, SIGN, RANGE, TWO, PAIR, GREEDY };  // methods
+enum { EXPLICIT = 0, EVEN = 1, SYMMETRIC = 2 };              // kinds of numbers, as on the wire
+
+struct Recipe {  // of `Tensor.format`
+    int method, levels, kind, precision, bucket, stochastic, outward, spare;
+};
+
+// What is coded as one tensor: a tensor, or several of which one has too few entries for levels of its own. Their
+// numbers stand at the same place of the frame, which is what tells them.
+struct Segment {
+    const Tensor* tensors;
+    int many;
+    i64 count;
+    int tile;       // of the segment, that this block works on
+    u64 first;      // index of its first entry in the frame
+};
+
+__device__ Segment segment_of(const Job* job, Where where) {
+    const Tensor* t = job->tensors + where.item;
+    const Stream& stream = job->streams[t->stream];
+    const Tensor *begin = job->tensors + stream.first_tensor, *end = begin + stream.tensors, *first = t, *last = t + 1;
+    while (first > begin && first[-1].step_at == t->step_at) first--;
+    Segment s = {first, 0, 0, t->first_tile - first->first_tile + where.index, u64(first->first - begin->first)};
+    while (last < end && last->step_at == t->step_at) last++;
+    s.many = int(last - first);
+    for (const Tensor* p = first; p < last; p++) s.count += p->count;
+    return s;
+}
+
+// The tensor that holds entry i of a segment; i becomes its index there.
+__device__ __forceinline__ const Tensor& tensor_at(const Segment& s, i64* i) {
+    const Tensor* t = s.tensors;
+    while (*i >= t->count) *i -= t++->count;
+    return *t;
+}
+
+struct Table {         // of a warp's bucket
+    float numbers[256];
+    float2 values[256];  // values[k]: what the symbols k and k + 1 stand for
+};
+
+// ── numbers of a warp's bucket ────────────────────────────────────────────────────────────────────
+
+__device__ __forceinline__ float warp_min(float x) {
+    for (int by = 16; by; by >>= 1) x = fminf(x, __shfl_xor_sync(~0u, x, by));
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+    for (int by = 16; by; by >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
+    return x;
+}
+
+// Integers in the order of floats.
+__device__ __forceinline__ u32 ordered(float x) {
+    u32 bits = __float_as_uint(x);
+    return bits ^ (bits >> 31 ? ~0u : 0x80000000u);
+}
+
+__device__ __forceinline__ float unordered(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : ~0u)); }
+
+// The power of two that brings a range near 1, as far as fp32 has it.
+__device__ __forceinline__ float scale_of(float range) {
+    int exponent = int(__float_as_uint(range) >> 23);
+    return __uint_as_float(u32(exponent < 1 ? 253 : exponent > 253 ? 1 : 254 - exponent) << 23);
+}
+
+// Sorts 32·N numbers: thread t gets those of ranks t·N … t·N + N−1. Every comparison puts the smaller one to the lower
+// place, since each merge begins with one half mirrored.
+template <int N>
+__device__ __forceinline__ void warp_sort(float (&x)[N]) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int size = 2; size <= N; size *= 2) {
+#pragma unroll
+        for (int by = size / 2; by; by /= 2) {
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                int other = by == size / 2 ? q ^ (size - 1) : q ^ by;
+                if (other < q) continue;
+                float low = fminf(x[q], x[other]);
+                x[other] = fmaxf(x[q], x[other]);
+                x[q] = low;
+            }
+        }
+    }
+#pragma unroll 1
+    for (int lanes = 2; lanes <= 32; lanes *= 2) {
+        bool low = !(lane & lanes / 2);
+#pragma unroll
+        for (int q = 0; q < N / 2; q++) {
+            float a = x[q], b = x[N - 1 - q];
+            float from_b = __shfl_xor_sync(~0u, b, lanes - 1), from_a = __shfl_xor_sync(~0u, a, lanes - 1);
+            x[q] = (a < from_b) == low ? a : from_b;
+            x[N - 1 - q] = (b < from_a) == low ? b : from_a;
+        }
+#pragma unroll 1
+        for (int by = lanes / 4; by; by /= 2) {
+            bool lower = !(lane & by);
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                float other = __shfl_xor_sync(~0u, x[q], by);
+                x[q] = (x[q] < other) == lower ? x[q] : other;
+            }
+        }
+#pragma unroll
+        for (int by = N / 2; by; by /= 2) {
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                if (q & by) continue;
+                float least = fminf(x[q], x[q + by]);
+                x[q + by] = fmaxf(x[q], x[q + by]);
+                x[q] = least;
+            }
+        }
+    }
+}
+
+// BinGrad-b: the best two levels of n numbers, the means of both sides of a split of the sorted ones. With numbers that
+// are centered, the split after c of them gains S²·n/(c·(n−c)), where S is the sum of these c.
+template <int N>
+__device__ __forceinline__ void best_two(float (&x)[N], int n, float least, float greatest, float* numbers) {
+    int first = (threadIdx.x & 31) * N;
+    if (!(least < greatest)) {
+        numbers[0] = numbers[1] = least;
+        return;
+    }
+    warp_sort(x);
+    float middle = 0.5f * least + 0.5f * greatest, scale = scale_of(greatest - least), mine = 0;
+#pragma unroll
+    for (int q = 0; q < N; q++)
+        if (first + q < n) mine += (x[q] - middle) * scale;
+    float upto = warp_scan(mine), sum = upto - mine, mean = __shfl_sync(~0u, upto, 31) / float(n);
+    float best = 0, best_of = 1;
+    int split = 1;
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        int c = first + q + 1;
+        if (c >= n) continue;
+        sum += (x[q] - middle) * scale;
+        float s = sum - float(c) * mean, of = float(c) * float(n - c);
+        s *= s;
+        if (s * best_of > best * of) best = s, best_of = of, split = c;
+    }
+    best /= best_of;
+    for (int by = 16; by; by >>= 1) {
+        float other = __shfl_xor_sync(~0u, best, by);
+        int where = __shfl_xor_sync(~0u, split, by);
+        if (other > best || (other == best && where < split)) best = other, split = where;
+    }
+    double left = 0, right = 0;
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        if (first + q < split)
+            left += x[q];
+        else if (first + q < n)
+            right += x[q];
+    }
+    numbers[0] = __double2float_rn(warp_sum(left) / split);
+    numbers[1] = __double2float_rn(warp_sum(right) / (n - split));
+}
+
+// BinGrad-pb: b = (1/n)·Σ_{|v| ≥ b} |v| of n magnitudes.
+template <int N>
+__device__ __forceinline__ float best_pair(float (&x)[N], int n, float greatest) {
+    int first = (threadIdx.x & 31) * N, found = n - 1;
+    if (!(greatest > 0)) return 0;
+    warp_sort(x);
+    float scale = scale_of(greatest), mine = 0;
+#pragma unroll
+    for (int q = 0; q < N; q++)
+        if (first + q < n) mine += x[q] * scale;
+    float upto = warp_scan(mine), left = __shfl_sync(~0u, upto, 31) - (upto - mine);
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        if (first + q >= n) continue;
+        if (left <= x[q] * scale * float(n) && first + q < found) found = first + q;
+        left -= x[q] * scale;
+    }
+    for (int by = 16; by; by >>= 1) {
+        int other = __shfl_xor_sync(~0u, found, by);
+        found = other < found ? other : found;
+    }
+    double sum = 0;
+    float before = 0;  // the largest one below
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        if (first + q < found)
+            before = fmaxf(before, x[q]);
+        else if (first + q < n)
+            sum += x[q];
+    }
+    return fmaxf(__double2float_rn(warp_sum(sum) / n), warp_max(before));
+}
+
+template <int N>
+__device__ __forceinline__ int count_to(const float (&u)[N], float most) {
+    u32 count = 0;
+#pragma unroll
+    for (int q = 0; q < N; q++) count += u[q] <= most;
+    return int(warp_sum_u32(count));
+}
+
+template <int N>
+__device__ __forceinline__ float largest_to(const float (&u)[N], float most) {
+    float x = -kInfinity;
+#pragma unroll
+    for (int q = 0; q < N; q++) x = u[q] <= most ? fmaxf(x, u[q]) : x;
+    return warp_max(x);
+}
+
+template <int N>
+__device__ __forceinline__ float smallest_above(const float (&u)[N], float than) {
+    float x = kInfinity;
+#pragma unroll
+    for (int q = 0; q < N; q++) x = u[q] > than ? fminf(x, u[q]) : x;
+    return warp_min(x);
+}
+
+// ORQ: the best level between two others, the entry of a rank that follows from the sum of what is between them. It is
+// found by counting how many are below a guess, to within n/512 of the rank: near the optimum the error is flat.
+template <int N>
+__device__ float best_between(const float (&u)[N], float low, float high) {
+    float part = 0;
+    u32 inside = 0, under = 0;
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        bool above = u[q] >= low, in = above && u[q] < high;
+        under += !above;
+        inside += in;
+        part += in ? u[q] - low : 0.0f;
+    }
+    int n = int(warp_sum_u32(inside)), base = int(warp_sum_u32(under));
+    double sum = warp_sum(double(part));
+    if (!n) return low;
+    double rank = ceil(double(n) - sum / (double(high) - double(low))) - 1;
+    rank = rank > 0 ? rank : 0;
+    int wanted = 1 + (rank < n - 1 ? int(rank) : n - 1), tolerance = n >> 9;
+    // `few` are up to `below`, less than wanted; `many` are up to `at`, as many as wanted or more.
+    u32 below = ordered(low == 0 ? -0.0f : low) - 1, at = ordered(high);
+    int few = 0, many = n;
+    bool interpolate = true;
+    for (int round = 0; round < 96 && at - below > 1; round++) {
+        if (round > 4 && round & 1) {  // where many are equal, it may be the next one
+            float next = smallest_above(u, unordered(below));
+            int count = count_to(u, next) - base;
+            if (count >= wanted || !(next < high)) return next < high ? next : low;
+            below = ordered(next), few = count;
+            continue;
+        }
+        u32 middle = below + (at - below) / 2;
+        if (interpolate) {
+            float start = unordered(below), share = (float(wanted - few) - 0.5f) / float(many - few);
+            u32 guess = ordered(start + share * (unordered(at) - start));
+            middle = guess <= below ? below + 1 : guess >= at ? at - 1 : guess;
+        }
+        float value = unordered(middle);
+        int count = count_to(u, value) - base, off = count - wanted;
+        if (count > 0 && off <= tolerance && -off <= tolerance) return largest_to(u, value);
+        int width = many - few;
+        if (off < 0)
+            below = middle, few = count;
+        else
+            at = middle, many = count;
+        interpolate = !interpolate || many - few < width / 4;  // else halving the integers gets further
+    }
+    return unordered(at);
+}
+
+// ── rounding of numbers ───────────────────────────────────────────────────────────────────────────
+
+__device__ __forceinline__ float to_type(float x, int type) { return received(x, type) + 0.0f; }  // no −0
+
+// The least number of this type that is not below x.
+__device__ __forceinline__ float up_to_type(float x, int type) {
+    float y = received(x, type);
+    if (type == FP32 || y >= x) return y;
+    u32 bits = type == FP16 ? float_to_half(y) : float_to_bf16(y);
+    bits = y > 0 ? bits + 1 : y < 0 ? bits - 1 : 1;
+    float next = type == FP16 ? half_to_float(u16(bits)) : bf16_to_float(u16(bits));
+    return is_finite(next) ? next : y;
+}
+
+// Away from all entries, so that none is outside; first to the tensor's dtype, to which the receiver rounds.
+__device__ __forceinline__ float outward(float x, int dtype, int precision) {
+    return up_to_type(up_to_type(x, dtype), precision) + 0.0f;
+}
+
+__device__ __forceinline__ void put_number(u8* at, float x, int precision) {
+    u32 bits = precision == FP32 ? __float_as_uint(x) : precision == FP16 ? float_to_half(x) : float_to_bf16(x);
+    at[0] = u8(bits), at[1] = u8(bits >> 8);
+    if (precision == FP32) at[2] = u8(bits >> 16), at[3] = u8(bits >> 24);
+}
+
+// Rounds the numbers of a bucket of n entries and writes them to the frame. By a warp, whose own table this is.
+__device__ __forceinline__ void state_numbers(Job* job, const Recipe& recipe, int dtype, int n, Table& table, u8* at) {
+    int lane = threadIdx.x & 31, s = recipe.levels, precision = recipe.precision;
+    int width = recipe.kind == EXPLICIT ? s : recipe.kind == EVEN ? 2 : 1;
+    float limit = dtype == FP16 ? 65504.0f : kLargest;
+    int used = n < 2 ? 2 : n;
+    used = used < width ? used : width;
+    int last = n - 1 < 1 ? 1 : n - 1;  // a small bucket repeats its last level
+    last = last < width - 1 ? last : width - 1;
+    float final = limited(table.numbers[width - 1], limit);
+    __syncwarp();
+#pragma unroll 1
+    for (int k = lane; k < width; k += 32) {
+        float x = limited(table.numbers[k], limit), y = to_type(x, precision);
+        if (recipe.outward && k >= last) y = outward(final, dtype, precision);
+        if (recipe.outward && k < last && !k) y = -outward(-x, dtype, precision) + 0.0f;
+        table.numbers[k] = y;
+        if (precision == FP16 && !(fabsf(x) <= 65504.0f)) atomicOr(&job->status->bits, u32(UNUSUAL));
+        if (k < used) put_number(at + k * (precision == FP32 ? 4 : 2), y, precision);
+    }
+    __syncwarp();
+}
+
+// What a receiver gets for symbol k.
+__device__ __forceinline__ float value_of(const Recipe& recipe, const Table& table, int dtype, int k) {
+    int s = recipe.levels;
+    float level = table.numbers[recipe.kind == EXPLICIT ? k : 0];
+    if (recipe.kind != EXPLICIT) {
+        double low = recipe.kind == SYMMETRIC ? -double(level) : double(level);
+        double high = recipe.kind == SYMMETRIC ? double(level) : double(table.numbers[1]);
+        level = __double2float_rn((low * double(s - 1 - k) + high * double(k)) / double(s - 1));
+    }
+    return received(level, dtype);
+}
+
+// States the values on both sides of each threshold, which are the inner values, up to the next power of two.
+__device__ __forceinline__ void state_values(const Recipe& recipe, Table& table, int dtype, int thresholds) {
+#pragma unroll 1
+    for (int k = threadIdx.x & 31; k < thresholds; k += 32) {
+        bool inner = k < recipe.levels - 1;
+        float under = inner ? value_of(recipe, table, dtype, k) : kInfinity;
+        table.values[k] = make_float2(under, inner ? value_of(recipe, table, dtype, k + 1) : kInfinity);
+    }
+    __syncwarp();
+}
+
+// Which methods a kernel is for, so that none pays for the registers of another.
+enum { SCALED, SORTED, SEARCHED };
+
+// Finds the numbers of a bucket, and tells whether its entries are of usual size.
+template <int N, int KIND>
+__device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u)[N], int n, float* numbers) {
+    int lane = threadIdx.x & 31;
+    float least = kInfinity, greatest = -kInfinity;
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        least = fminf(least, u[q]);
+        greatest = u[q] < kInfinity ? fmaxf(greatest, u[q]) : greatest;
+    }
+    least = warp_min(least), greatest = warp_max(greatest);
+    float magnitude = fmaxf(-least, greatest);
+    if (KIND == SCALED) {
+        if (recipe.method == RANGE) {
+            numbers[0] = least, numbers[1] = greatest;
+        } else if (recipe.method == MAX_NORM) {
+            numbers[0] = magnitude;
+        } else {
+            double sum = 0;
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                double x = u[q] < kInfinity ? fabs(double(u[q])) : 0.0;
+                sum += recipe.method == SIGN ? x : x * x;
+            }
+            sum = warp_sum(sum);
+            if (recipe.method == SIGN) {
+                numbers[0] = __double2float_rn(sum / n);
+            } else {
+                double norm = sqrt(sum);
+                norm = norm < double(kLargest) ? norm : double(kLargest);
+                float x = __double2float_rn(norm);
+                if (double(x) < norm) x = __uint_as_float(__float_as_uint(x) + 1);
+                numbers[0] = fmaxf(x, magnitude);  // rounded squares may fall short of the one entry that is not 0
+            }
+        }
+    } else if (KIND == SORTED) {
+        float x[N];
+        bool pair = recipe.method == PAIR;
+#pragma unroll
+        for (int q = 0; q < N; q++) x[q] = pair ? fabsf(u[q]) : u[q];
+        if (pair)
+            numbers[0] = best_pair(x, n, magnitude);
+        else
+            best_two(x, n, least, greatest, numbers);
+    } else if (n <= recipe.levels) {  // the entries themselves, sorted, and the last of them repeated
+#pragma unroll 1
+        for (int k = 0; k < recipe.levels; k++) {
+            if (!lane) numbers[k] = least;
+            if (k + 1 < n) {
+                u32 equal = 0;
+#pragma unroll
+                for (int q = 0; q < N; q++) equal += u[q] <= least;
+                // Equal ones stand as often as there are of them.
+                if (int(warp_sum_u32(equal)) <= k + 1) least = smallest_above(u, least);
+            }
+        }
+    } else {
+        if (!lane) numbers[0] = least, numbers[recipe.levels - 1] = greatest;
+        __syncwarp();
+#pragma unroll 1
+        for (int span = recipe.levels - 1; span > 1; span /= 2) {
+#pragma unroll 1
+            for (int left = 0; left < recipe.levels - 1; left += span) {
+                float best = best_between(u, numbers[left], numbers[left + span]);
+                if (!lane) numbers[left + span / 2] = best;
+            }
+            __syncwarp();
+        }
+    }
+    __syncwarp();
+    return magnitude <= kUsual;
+}
+
+// ── memory that vectors cannot be read from: short, misaligned, or of several tensors ──────────────
+
+__device__ __noinline__ float4 load_four(const Segment& segment, i64 begin, int many, bool* finite) {
+    float x[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int k = 0; k < 4 && k < many; k++) {
+        i64 i = begin + k;
+        const Tensor& t = tensor_at(segment, &i);
+        float g = load(t.gradient, i, t.dtype), e = t.before ? t.before[i] : 0.0f;
+        *finite = *finite && is_finite(g) && is_finite(e);
+        float u = t.before ? compensated(g, e, t.decay) : g;
+        if (k == 0) x[0] = u;
+        if (k == 1) x[1] = u;
+        if (k == 2) x[2] = u;
+        if (k == 3) x[3] = u;
+    }
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+__device__ __noinline__ void store_four(const Segment& segment, i64 begin, int many, float4 e) {
+#pragma unroll 1
+    for (int k = 0; k < 4 && k < many; k++) {
+        i64 i = begin + k;
+        const Tensor& t = tensor_at(segment, &i);
+        if (t.after) t.after[i] = k == 0 ? e.x : k == 1 ? e.y : k == 2 ? e.z : e.w;
+    }
+}
+
+// ── the pass ──────────────────────────────────────────────────────────────────────────────────────
+
+// Loads a bucket of n entries and pads it.
+template <int ROWS>
+__device__ __forceinline__ void load_bucket(const Segment& segment, i64 begin, int n, bool wide, float (&u)[4 * ROWS],
+                                            bool* finite) {
+    const Tensor& t = *segment.tensors;
+    const float* before = t.before;
+    float decay = t.decay;
+    int dtype = t.dtype;
+    bool all_finite = true;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        int i = 128 * row + 4 * (threadIdx.x & 31);
+        float* x = u + 4 * row;
+        if (wide && i + 4 <= n) {
+            if (dtype == FP32) {
+                float4 v = *reinterpret_cast<const float4*>(static_cast<const float*>(t.gradient) + begin + i);
+                x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+            } else {
+                uint2 v = *reinterpret_cast<const uint2*>(static_cast<const u16*>(t.gradient) + begin + i);
+                if (dtype == FP16) {
+                    x[0] = half_to_float(u16(v.x)), x[1] = half_to_float(u16(v.x >> 16));
+                    x[2] = half_to_float(u16(v.y)), x[3] = half_to_float(u16(v.y >> 16));
+                } else {
+                    x[0] = bf16_to_float(u16(v.x)), x[1] = bf16_to_float(u16(v.x >> 16));
+                    x[2] = bf16_to_float(u16(v.y)), x[3] = bf16_to_float(u16(v.y >> 16));
+                }
+            }
+            for (int k = 0; k < 4; k++) all_finite = all_finite && is_finite(x[k]);
+            if (before) {
+                float4 v = *reinterpret_cast<const float4*>(before + begin + i);
+                all_finite = all_finite && is_finite(v.x) && is_finite(v.y) && is_finite(v.z) && is_finite(v.w);
+                x[0] = compensated(x[0], v.x, decay), x[1] = compensated(x[1], v.y, decay);
+                x[2] = compensated(x[2], v.z, decay), x[3] = compensated(x[3], v.w, decay);
+            }
+        } else if (i < n) {
+            float4 v = load_four(segment, begin + i, n - i, finite);
+            x[0] = v.x, x[1] = i + 1 < n ? v.y : kInfinity;
+            x[2] = i + 2 < n ? v.z : kInfinity, x[3] = i + 3 < n ? v.w : kInfinity;
+        } else {
+            x[0] = x[1] = x[2] = x[3] = kInfinity;
+        }
+    }
+    *finite = *finite && all_finite;
+}
+
+template <int ROWS, int KIND>
+__device__ __forceinline__ void convert(Job* job, const Where* tiles) {
+    __shared__ u32 counts[kFew * kThreads];  // by thread for small alphabets, so that nobody waits for another
+    __shared__ Table tables[kWarps];
+    const int N = 4 * ROWS;
+    Segment segment = segment_of(job, tiles[blockIdx.x]);
+    if (i64(segment.tile) * kTile >= segment.count) return;
+    const Tensor& t = *segment.tensors;
+    const Recipe recipe = *static_cast<const Recipe*>(t.format);
+    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, s = recipe.levels;
+    bool few = s <= kFew, stochastic = recipe.stochastic;
+    for (int k = 0; k < (few ? s : 2); k++) counts[k * kThreads + tid] = 0;
+    __syncthreads();
+    Table& table = tables[warp];
+    u8* symbols = job->symbols + t.first;
+    float* after = t.after;
+    int width = (recipe.kind == EXPLICIT ? s : recipe.kind == EVEN ? 2 : 1) * (recipe.precision == FP32 ? 4 : 2);
+    int thresholds = 1;
+    while (thresholds < s - 1) thresholds *= 2;
+    bool wide = segment.many == 1 && !((u64)(t.gradient) & (t.dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
+                !((u64)(after) & 15);
+    bool words = !((u64)(symbols) & 3), keeps = false;
+    for (int k = 0; k < segment.many; k++) keeps = keeps || segment.tensors[k].after;
+    u32 ones = 0;
+    bool finite = true, usual = true;
+#pragma unroll 1
+    for (int b = warp; b < kTile / recipe.bucket; b += kWarps) {
+        i64 begin = i64(segment.tile) * kTile + i64(b) * recipe.bucket;
+        if (begin >= segment.count) break;
+        int n = int(segment.count - begin < recipe.bucket ? segment.count - begin : recipe.bucket);
+        float u[N];
+        load_bucket<ROWS>(segment, begin, n, wide, u, &finite);
+        usual = fit_bucket<N, KIND>(recipe, u, n, table.numbers) && usual;
+        state_numbers(job, recipe, t.dtype, n, table, t.step_at + (begin / recipe.bucket) * width);
+        state_values(recipe, table, t.dtype, thresholds);
+        u64 index = segment.first + u64(begin);
+        u32 k1 = mix(u32(t.seed) ^ 0x9e3779b9u ^ mix(u32(index >> 32))), k2 = mix(k1 ^ u32(t.seed >> 32));
+        float low = table.values[0].x, high = table.values[0].y;
+        float middle = __double2float_rn((double(low) + double(high)) / 2), median = table.values[thresholds / 2].x;
+        // Four rows at a time; then the others move up, so that this code is there only once.
+#pragma unroll 1
+        for (int first = 0; first < n; first += 512) {
+            float x[16];
+            int symbol[16];
+#pragma unroll
+            for (int q = 0; q < 16; q++) x[q] = u[q];
+#pragma unroll
+            for (int q = 0; q + 16 < N; q++) u[q] = u[q + 16];
+            if (stochastic) {
+#pragma unroll
+                for (int q = 0; q < 16; q++) symbol[q] = thresholds > 1 && x[q] >= median ? thresholds / 2 : 0;
+#pragma unroll 1
+                for (int by = thresholds / 4; by; by >>= 1) {
+#pragma unroll
+                    for (int q = 0; q < 16; q++)
+                        if (x[q] >= table.values[symbol[q] + by].x) symbol[q] += by;
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < 4; row++) {
+                int i = first + 128 * row + 4 * lane, left = n - i;
+                float e[4];
+                u32 packed = 0;
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    int q = 4 * row + k;
+                    float value;
+                    if (stochastic) {
+                        // Padding may have gone beyond the last threshold.
+                        float2 both = table.values[k < left ? symbol[q] : 0];
+                        float r = float(mix(mix(u32(index) + u32(i + k) ^ k1) + k2) >> 8) * 5.9604644775390625e-8f;
+                        bool up = __fmul_rn(r, __fsub_rn(both.y, both.x)) < __fsub_rn(x[q], both.x);
+                        value = up ? both.y : both.x;
+                        symbol[q] += up;
+                    } else {  // two levels
+                        symbol[q] = x[q] >= middle;
+                        value = symbol[q] ? high : low;
+                    }
+                    e[k] = __fsub_rn(x[q], value);
+                    packed |= u32(symbol[q]) << 8 * k;
+                    if (k >= left) continue;
+                    if (s == 2)
+                        ones += symbol[q];
+                    else if (few)
+                        counts[symbol[q] * kThreads + tid]++;
+                    else
+                        atomicAdd(&counts[symbol[q]], 1u);
+                }
+                if (left <= 0) continue;
+                if (words && left >= 4) {
+                    *reinterpret_cast<u32*>(symbols + begin + i) = packed;
+                } else {
+#pragma unroll 1
+                    for (int k = 0; k < 4 && k < left; k++) symbols[begin + i + k] = u8(packed >> 8 * k);
+                }
+                if (!keeps) continue;
+                float4 errors = make_float4(e[0], e[1], e[2], e[3]);
+                if (wide && left >= 4)
+                    *reinterpret_cast<float4*>(after + begin + i) = errors;
+                else
+                    store_four(segment, begin + i, left, errors);
+            }
+        }
+        __syncwarp();
+    }
+    if (!finite) atomicOr(&job->status->bits, u32(NONFINITE));
+    if (!usual) atomicOr(&job->status->bits, u32(UNUSUAL));
+    u64* total = job->streams[t.stream].counts;
+    __syncthreads();
+    if (s == 2) {
+        i64 left = segment.count - i64(segment.tile) * kTile;
+        u32 all = u32(left < kTile ? left : kTile);
+        counts[tid] = ones;
+        __syncthreads();
+        if (warp) return;
+        u32 sum = 0;
+        for (int j = lane; j < kThreads; j += 32) sum += counts[j];
+        sum = warp_sum_u32(sum);
+        if (!lane) atomicAdd(total, u64(all - sum)), atomicAdd(total + 1, u64(sum));
+    } else if (few) {
+        for (int k = warp; k < s; k += kWarps) {
+            u32 sum = 0;
+            for (int j = lane; j < kThreads; j += 32) sum += counts[k * kThreads + j];
+            sum = warp_sum_u32(sum);
+            if (!lane && sum) atomicAdd(total + k, u64(sum));
+        }
+    } else {
+        for (int k = tid; k < s; k += kThreads)
+            if (counts[k]) atomicAdd(total + k, u64(counts[k]));
+    }
+}
