@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,15 +20,10 @@ from gradwire.frame.byte_fields import varint
 from gradwire.frame.headers import LEVELS, SEGMENTED
 from gradwire.gpu.families import RANS, RAW, Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
 
-MAX_NORM, L2_NORM, SIGN, RANGE, TWO, PAIR, GREEDY = range(7)  # methods of sources/levels.h
+MAX_NORM, L2_NORM, RANGE = range(3)  # methods of sources/levels.h
 SMALLEST_BUCKET = 32
 THREADS = 128
 _PRECISIONS = tuple(PRECISIONS.values())
-
-
-class _Method(NamedTuple):
-    kernels: str  # the kernels that it is one of
-    number: int
 
 
 class LevelsFamily(Family):
@@ -42,10 +36,9 @@ class LevelsFamily(Family):
         """Tell whether it is a method of these kernels, with buckets that tiles consist of."""
         if not isinstance(converter, Levels) or converter.coder not in ("auto", "rans", "raw"):
             return False
-        method, bucket = _method(converter), converter.bucket
+        bucket = converter.bucket
         return (
-            method is not None
-            and method.kernels == self.kernels
+            _kernels(converter) == self.kernels
             and bucket >= SMALLEST_BUCKET
             and bucket.bit_count() == 1
             and self.above < bucket <= self.up_to
@@ -66,39 +59,44 @@ class LevelsFamily(Family):
     def format(self, converter: Converter) -> np.ndarray:
         """Return the method and its parameters."""
         assert isinstance(converter, Levels)
-        method = _method(converter)
-        assert method is not None
         precision = _PRECISIONS.index(converter.precision)
-        fields = [method.number, converter.levels, converter.kind, precision, converter.bucket]
-        return np.array([*fields, converter.stochastic, converter.outward, 0], dtype=np.int32).view(np.uint8)
+        fields = [_method(converter), converter.levels, converter.kind, precision, converter.bucket, converter.outward]
+        return np.array(fields, dtype=np.int32).view(np.uint8)
 
     def convert(self, batch: Batch) -> None:
         """Find levels and convert, in one pass."""
         batch.launch_tiles(f"levels_{self.kernels}", f"{self.kernels}{self.up_to}", THREADS)
 
 
+_SIZES = (512, 1024, 2048)
 LEVEL_FAMILIES = tuple(
     LevelsFamily(kernels, above, up_to)
-    for kernels, sizes in (("scaled", (512, 1024, 2048)), ("sorted", (512, 1024)), ("searched", (512, 1024, 2048)))
+    for kernels, sizes in (
+        ("scaled", _SIZES), ("signs", _SIZES), ("two_means", _SIZES[:2]), ("plus_minus", _SIZES[:2]),
+        ("searched", _SIZES),
+    )
     for above, up_to in zip((0, *sizes), sizes, strict=False)
-)
+)  # fmt: skip
 
 
-def _method(converter: Levels) -> _Method | None:
-    """Return how the levels of this converter are found on the GPU, if they are."""
-    if isinstance(converter, QSGD):
-        return _Method("scaled", MAX_NORM if converter.norm == "max" else L2_NORM)
-    if isinstance(converter, TernGrad):
-        return None if converter.clip else _Method("scaled", MAX_NORM)
+def _kernels(converter: Levels) -> str | None:
+    """Return which kernels find the levels of this converter, if there are any."""
+    if getattr(converter, "clip", 0):
+        return None
+    if isinstance(converter, QSGD | TernGrad | LinearLevels):
+        return "scaled"
     if isinstance(converter, SignSGD):
-        return _Method("scaled", SIGN)
-    if isinstance(converter, LinearLevels):
-        return _Method("scaled", RANGE)
+        return "signs"
     if isinstance(converter, BinGrad):
-        return None if converter.clip else _Method("sorted", PAIR if converter.stochastic else TWO)
-    if isinstance(converter, ORQ):
-        return None if converter.clip or converter.search != "greedy" else _Method("searched", GREEDY)
-    return None
+        return "plus_minus" if converter.stochastic else "two_means"
+    return "searched" if isinstance(converter, ORQ) and converter.search == "greedy" else None
+
+
+def _method(converter: Levels) -> int:
+    """Return which of the methods of its kernels this is."""
+    if isinstance(converter, LinearLevels):
+        return RANGE
+    return L2_NORM if isinstance(converter, QSGD) and converter.norm == "l2" else MAX_NORM
 
 
 @lru_cache(maxsize=64)

@@ -296,6 +296,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline float __double2float_rn(double x) { return float(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {

@@ -9,12 +9,16 @@ const int kTile = 8192, kWarps = 4, kThreads = 32 * kWarps, kFew = 16;
 #define kInfinity __uint_as_float(0x7f800000u)
 const float kLargest = 8.507059173023462e37f;   // 2^126, the largest magnitude of a level
 const float kUsual = 1.329227995784916e36f;     // 2^120: up to here, sums of a bucket are far from overflowing
-enum { MAX_NORM, L2_NORM, SIGN, RANGE, TWO, PAIR, GREEDY };  // methods
+enum { MAX_NORM, L2_NORM, RANGE };  // methods of the kernels for scaled levels
 enum { EXPLICIT = 0, EVEN = 1, SYMMETRIC = 2 };              // kinds of numbers, as on the wire
 
 struct Recipe {  // of `Tensor.format`
-    int method, levels, kind, precision, bucket, stochastic, outward, spare;
+    int method, levels, kind, precision, bucket, outward;
 };
+
+__device__ __forceinline__ float widened(u16 bits, int dtype) {
+    return dtype == FP16 ? half_to_float(bits) : bf16_to_float(bits);
+}
 
 // What is coded as one tensor: a tensor, or several of which one has too few entries for levels of its own. Their
 // numbers stand at the same place of the frame, which is what tells them.
@@ -132,10 +136,6 @@ __device__ __forceinline__ void warp_sort(float (&x)[N]) {
 template <int N>
 __device__ __forceinline__ void best_two(float (&x)[N], int n, float least, float greatest, float* numbers) {
     int first = (threadIdx.x & 31) * N;
-    if (!(least < greatest)) {
-        numbers[0] = numbers[1] = least;
-        return;
-    }
     warp_sort(x);
     float middle = 0.5f * least + 0.5f * greatest, scale = scale_of(greatest - least), mine = 0;
 #pragma unroll
@@ -168,14 +168,13 @@ __device__ __forceinline__ void best_two(float (&x)[N], int n, float least, floa
             right += x[q];
     }
     numbers[0] = __double2float_rn(warp_sum(left) / split);
-    numbers[1] = __double2float_rn(warp_sum(right) / (n - split));
+    numbers[1] = n > 1 ? __double2float_rn(warp_sum(right) / (n - split)) : least;
 }
 
 // BinGrad-pb: b = (1/n)·Σ_{|v| ≥ b} |v| of n magnitudes.
 template <int N>
 __device__ __forceinline__ float best_pair(float (&x)[N], int n, float greatest) {
     int first = (threadIdx.x & 31) * N, found = n - 1;
-    if (!(greatest > 0)) return 0;
     warp_sort(x);
     float scale = scale_of(greatest), mine = 0;
 #pragma unroll
@@ -340,17 +339,18 @@ __device__ __forceinline__ float value_of(const Recipe& recipe, const Table& tab
 
 // States the values on both sides of each threshold, which are the inner values, up to the next power of two.
 __device__ __forceinline__ void state_values(const Recipe& recipe, Table& table, int dtype, int thresholds) {
+    int s = recipe.levels;
 #pragma unroll 1
-    for (int k = threadIdx.x & 31; k < thresholds; k += 32) {
-        bool inner = k < recipe.levels - 1;
-        float under = inner ? value_of(recipe, table, dtype, k) : kInfinity;
-        table.values[k] = make_float2(under, inner ? value_of(recipe, table, dtype, k + 1) : kInfinity);
+    for (int k = threadIdx.x & 31; k < s || k < thresholds; k += 32) {
+        float value = k < s ? value_of(recipe, table, dtype, k) : 0.0f;
+        if (k < thresholds) table.values[k].x = k < s - 1 ? value : kInfinity;
+        if (k && k < s) table.values[k - 1].y = value;
     }
     __syncwarp();
 }
 
-// Which methods a kernel is for, so that none pays for the registers of another.
-enum { SCALED, SORTED, SEARCHED };
+// Which methods a kernel is for, so that none pays for what another does. SIGNS and TWO_MEANS round to nearest.
+enum { SCALED, SIGNS, TWO_MEANS, PLUS_MINUS, SEARCHED };
 
 // Finds the numbers of a bucket, and tells whether its entries are of usual size.
 template <int N, int KIND>
@@ -358,41 +358,42 @@ __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u
     int lane = threadIdx.x & 31;
     float least = kInfinity, greatest = -kInfinity;
 #pragma unroll
-    for (int q = 0; q < N; q++) {
-        least = fminf(least, u[q]);
-        greatest = u[q] < kInfinity ? fmaxf(greatest, u[q]) : greatest;
+    for (int q = 0; q < N; q++) least = fminf(least, u[q]);
+    if (n == 32 * N) {
+#pragma unroll
+        for (int q = 0; q < N; q++) greatest = fmaxf(greatest, u[q]);
+    } else {
+#pragma unroll
+        for (int q = 0; q < N; q++) greatest = u[q] < kInfinity ? fmaxf(greatest, u[q]) : greatest;
     }
     least = warp_min(least), greatest = warp_max(greatest);
     float magnitude = fmaxf(-least, greatest);
-    if (KIND == SCALED) {
-        if (recipe.method == RANGE) {
-            numbers[0] = least, numbers[1] = greatest;
-        } else if (recipe.method == MAX_NORM) {
-            numbers[0] = magnitude;
-        } else {
+    if (KIND == SIGNS) {
+        double sum = 0;
+#pragma unroll
+        for (int q = 0; q < N; q++) sum += u[q] < kInfinity ? double(fabsf(u[q])) : 0.0;
+        numbers[0] = __double2float_rn(warp_sum(sum) / n);
+    } else if (KIND == SCALED) {
+        numbers[0] = recipe.method == RANGE ? least : magnitude;
+        numbers[1] = greatest;
+        if (recipe.method == L2_NORM) {
             double sum = 0;
 #pragma unroll
             for (int q = 0; q < N; q++) {
-                double x = u[q] < kInfinity ? fabs(double(u[q])) : 0.0;
-                sum += recipe.method == SIGN ? x : x * x;
+                double x = u[q] < kInfinity ? double(u[q]) : 0.0;
+                sum += x * x;
             }
-            sum = warp_sum(sum);
-            if (recipe.method == SIGN) {
-                numbers[0] = __double2float_rn(sum / n);
-            } else {
-                double norm = sqrt(sum);
-                norm = norm < double(kLargest) ? norm : double(kLargest);
-                float x = __double2float_rn(norm);
-                if (double(x) < norm) x = __uint_as_float(__float_as_uint(x) + 1);
-                numbers[0] = fmaxf(x, magnitude);  // rounded squares may fall short of the one entry that is not 0
-            }
+            double norm = sqrt(warp_sum(sum));
+            norm = norm < double(kLargest) ? norm : double(kLargest);
+            float x = __double2float_rn(norm);
+            if (double(x) < norm) x = __uint_as_float(__float_as_uint(x) + 1);
+            numbers[0] = fmaxf(x, magnitude);  // rounded squares may fall short of the one entry that is not 0
         }
-    } else if (KIND == SORTED) {
+    } else if (KIND == TWO_MEANS || KIND == PLUS_MINUS) {
         float x[N];
-        bool pair = recipe.method == PAIR;
 #pragma unroll
-        for (int q = 0; q < N; q++) x[q] = pair ? fabsf(u[q]) : u[q];
-        if (pair)
+        for (int q = 0; q < N; q++) x[q] = KIND == PLUS_MINUS ? fabsf(u[q]) : u[q];
+        if (KIND == PLUS_MINUS)
             numbers[0] = best_pair(x, n, magnitude);
         else
             best_two(x, n, least, greatest, numbers);
@@ -425,79 +426,76 @@ __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u
     return magnitude <= kUsual;
 }
 
-// ── memory that vectors cannot be read from: short, misaligned, or of several tensors ──────────────
-
-__device__ __noinline__ float4 load_four(const Segment& segment, i64 begin, int many, bool* finite) {
-    float x[4] = {0, 0, 0, 0};
-#pragma unroll 1
-    for (int k = 0; k < 4 && k < many; k++) {
-        i64 i = begin + k;
-        const Tensor& t = tensor_at(segment, &i);
-        float g = load(t.gradient, i, t.dtype), e = t.before ? t.before[i] : 0.0f;
-        *finite = *finite && is_finite(g) && is_finite(e);
-        float u = t.before ? compensated(g, e, t.decay) : g;
-        if (k == 0) x[0] = u;
-        if (k == 1) x[1] = u;
-        if (k == 2) x[2] = u;
-        if (k == 3) x[3] = u;
-    }
-    return make_float4(x[0], x[1], x[2], x[3]);
-}
-
-__device__ __noinline__ void store_four(const Segment& segment, i64 begin, int many, float4 e) {
-#pragma unroll 1
-    for (int k = 0; k < 4 && k < many; k++) {
-        i64 i = begin + k;
-        const Tensor& t = tensor_at(segment, &i);
-        if (t.after) t.after[i] = k == 0 ? e.x : k == 1 ? e.y : k == 2 ? e.z : e.w;
-    }
-}
-
 // ── the pass ──────────────────────────────────────────────────────────────────────────────────────
 
-// Loads a bucket of n entries and pads it.
+// Loads a bucket of n entries and pads it. `wide` says that it is whole rows of one tensor, and aligned. Returns 0, or a
+// NaN if something is not finite.
 template <int ROWS>
-__device__ __forceinline__ void load_bucket(const Segment& segment, i64 begin, int n, bool wide, float (&u)[4 * ROWS],
-                                            bool* finite) {
+__device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, int n, bool wide,
+                                             float (&u)[4 * ROWS]) {
     const Tensor& t = *segment.tensors;
-    const float* before = t.before;
-    float decay = t.decay;
-    int dtype = t.dtype;
-    bool all_finite = true;
+    int lane = threadIdx.x & 31, dtype = t.dtype;
+    float decay = t.decay, bad = 0;
+    if (!wide) {
+        // Row by row from the last one on; those that are there move up, so that this code is there only once.
+#pragma unroll 1
+        for (int row = ROWS - 1; row >= 0; row--) {
 #pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-        int i = 128 * row + 4 * (threadIdx.x & 31);
-        float* x = u + 4 * row;
-        if (wide && i + 4 <= n) {
-            if (dtype == FP32) {
-                float4 v = *reinterpret_cast<const float4*>(static_cast<const float*>(t.gradient) + begin + i);
-                x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-            } else {
-                uint2 v = *reinterpret_cast<const uint2*>(static_cast<const u16*>(t.gradient) + begin + i);
-                if (dtype == FP16) {
-                    x[0] = half_to_float(u16(v.x)), x[1] = half_to_float(u16(v.x >> 16));
-                    x[2] = half_to_float(u16(v.y)), x[3] = half_to_float(u16(v.y >> 16));
-                } else {
-                    x[0] = bf16_to_float(u16(v.x)), x[1] = bf16_to_float(u16(v.x >> 16));
-                    x[2] = bf16_to_float(u16(v.y)), x[3] = bf16_to_float(u16(v.y >> 16));
-                }
+            for (int q = 4 * ROWS - 1; q >= 4; q--) u[q] = u[q - 4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                u[k] = kInfinity;
+                int i = 128 * row + 4 * lane + k;
+                if (i >= n) continue;
+                i64 at = begin + i;
+                const Tensor& from = tensor_at(segment, &at);
+                u[k] = load(from.gradient, at, dtype);
+                bad = __fmaf_rn(u[k], 0.0f, bad);
+                if (!from.before) continue;
+                float e = from.before[at];
+                bad = __fmaf_rn(e, 0.0f, bad);
+                u[k] = compensated(u[k], e, decay);
             }
-            for (int k = 0; k < 4; k++) all_finite = all_finite && is_finite(x[k]);
-            if (before) {
-                float4 v = *reinterpret_cast<const float4*>(before + begin + i);
-                all_finite = all_finite && is_finite(v.x) && is_finite(v.y) && is_finite(v.z) && is_finite(v.w);
-                x[0] = compensated(x[0], v.x, decay), x[1] = compensated(x[1], v.y, decay);
-                x[2] = compensated(x[2], v.z, decay), x[3] = compensated(x[3], v.w, decay);
-            }
-        } else if (i < n) {
-            float4 v = load_four(segment, begin + i, n - i, finite);
-            x[0] = v.x, x[1] = i + 1 < n ? v.y : kInfinity;
-            x[2] = i + 2 < n ? v.z : kInfinity, x[3] = i + 3 < n ? v.w : kInfinity;
-        } else {
-            x[0] = x[1] = x[2] = x[3] = kInfinity;
+        }
+        return bad;
+    }
+    if (dtype == FP32) {
+        const float4* gradient = reinterpret_cast<const float4*>(static_cast<const float*>(t.gradient) + begin) + lane;
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            float4 v = make_float4(kInfinity, kInfinity, kInfinity, kInfinity);
+            if (128 * row < n) v = gradient[32 * row];
+            u[4 * row] = v.x, u[4 * row + 1] = v.y, u[4 * row + 2] = v.z, u[4 * row + 3] = v.w;
+        }
+    } else {
+        const uint2* gradient = reinterpret_cast<const uint2*>(static_cast<const u16*>(t.gradient) + begin) + lane;
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            u32 infinity = dtype == FP16 ? 0x7c007c00u : 0x7f807f80u;
+            uint2 v = make_uint2(infinity, infinity);
+            if (128 * row < n) v = gradient[32 * row];
+            u[4 * row] = widened(u16(v.x), dtype), u[4 * row + 1] = widened(u16(v.x >> 16), dtype);
+            u[4 * row + 2] = widened(u16(v.y), dtype), u[4 * row + 3] = widened(u16(v.y >> 16), dtype);
         }
     }
-    *finite = *finite && all_finite;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+        if (128 * row < n)
+            for (int k = 0; k < 4; k++) bad = __fmaf_rn(u[4 * row + k], 0.0f, bad);
+    if (t.before) {
+        const float4* before = reinterpret_cast<const float4*>(t.before + begin) + lane;
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            if (128 * row >= n) continue;
+            float4 v = before[32 * row];
+            float e[4] = {v.x, v.y, v.z, v.w};
+            for (int k = 0; k < 4; k++) {
+                bad = __fmaf_rn(e[k], 0.0f, bad);
+                u[4 * row + k] = compensated(u[4 * row + k], e[k], decay);
+            }
+        }
+    }
+    return bad;
 }
 
 template <int ROWS, int KIND>
@@ -505,111 +503,116 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     __shared__ u32 counts[kFew * kThreads];  // by thread for small alphabets, so that nobody waits for another
     __shared__ Table tables[kWarps];
     const int N = 4 * ROWS;
+    const bool stochastic = KIND != SIGNS && KIND != TWO_MEANS;
+    const bool binary = KIND != SCALED && KIND != SEARCHED;  // always two levels
     Segment segment = segment_of(job, tiles[blockIdx.x]);
     if (i64(segment.tile) * kTile >= segment.count) return;
     const Tensor& t = *segment.tensors;
     const Recipe recipe = *static_cast<const Recipe*>(t.format);
-    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, s = recipe.levels;
-    bool few = s <= kFew, stochastic = recipe.stochastic;
+    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, s = recipe.levels, dtype = t.dtype;
+    bool few = s <= kFew;
     for (int k = 0; k < (few ? s : 2); k++) counts[k * kThreads + tid] = 0;
     __syncthreads();
     Table& table = tables[warp];
     u8* symbols = job->symbols + t.first;
-    float* after = t.after;
     int width = (recipe.kind == EXPLICIT ? s : recipe.kind == EVEN ? 2 : 1) * (recipe.precision == FP32 ? 4 : 2);
     int thresholds = 1;
     while (thresholds < s - 1) thresholds *= 2;
-    bool wide = segment.many == 1 && !((u64)(t.gradient) & (t.dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
-                !((u64)(after) & 15);
-    bool words = !((u64)(symbols) & 3), keeps = false;
-    for (int k = 0; k < segment.many; k++) keeps = keeps || segment.tensors[k].after;
+    bool aligned = segment.many == 1 && !((u64)(t.gradient) & (dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
+                   !((u64)(t.after) & 15) && !((u64)(symbols) & 3);
     u32 ones = 0;
-    bool finite = true, usual = true;
+    float bad = 0;
+    bool usual = true;
 #pragma unroll 1
     for (int b = warp; b < kTile / recipe.bucket; b += kWarps) {
         i64 begin = i64(segment.tile) * kTile + i64(b) * recipe.bucket;
         if (begin >= segment.count) break;
         int n = int(segment.count - begin < recipe.bucket ? segment.count - begin : recipe.bucket);
+        bool wide = aligned && !(n & 127);
         float u[N];
-        load_bucket<ROWS>(segment, begin, n, wide, u, &finite);
+        bad += load_bucket<ROWS>(segment, begin, n, wide, u);
         usual = fit_bucket<N, KIND>(recipe, u, n, table.numbers) && usual;
-        state_numbers(job, recipe, t.dtype, n, table, t.step_at + (begin / recipe.bucket) * width);
-        state_values(recipe, table, t.dtype, thresholds);
+        state_numbers(job, recipe, dtype, n, table, t.step_at + (begin / recipe.bucket) * width);
+        state_values(recipe, table, dtype, thresholds);
         u64 index = segment.first + u64(begin);
         u32 k1 = mix(u32(t.seed) ^ 0x9e3779b9u ^ mix(u32(index >> 32))), k2 = mix(k1 ^ u32(t.seed >> 32));
-        float low = table.values[0].x, high = table.values[0].y;
+        float low = table.values[0].x, high = table.values[0].y, gap = __fsub_rn(high, low);
         float middle = __double2float_rn((double(low) + double(high)) / 2), median = table.values[thresholds / 2].x;
         // Four rows at a time; then the others move up, so that this code is there only once.
 #pragma unroll 1
         for (int first = 0; first < n; first += 512) {
             float x[16];
             int symbol[16];
+            u32 packed[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int q = 0; q < 16; q++) x[q] = u[q];
 #pragma unroll
             for (int q = 0; q + 16 < N; q++) u[q] = u[q + 16];
-            if (stochastic) {
+            if (!binary) {
 #pragma unroll
                 for (int q = 0; q < 16; q++) symbol[q] = thresholds > 1 && x[q] >= median ? thresholds / 2 : 0;
 #pragma unroll 1
                 for (int by = thresholds / 4; by; by >>= 1) {
 #pragma unroll
-                    for (int q = 0; q < 16; q++)
-                        if (x[q] >= table.values[symbol[q] + by].x) symbol[q] += by;
+                    for (int q = 0; q < 16; q++) {
+                        float threshold = table.values[symbol[q] + by].x;
+                        // Padding must not go beyond the last threshold.
+                        if (x[q] >= threshold && threshold < kInfinity) symbol[q] += by;
+                    }
                 }
             }
 #pragma unroll
-            for (int row = 0; row < 4; row++) {
-                int i = first + 128 * row + 4 * lane, left = n - i;
-                float e[4];
-                u32 packed = 0;
+            for (int q = 0; q < 16; q++) {
+                int i = first + 128 * (q / 4) + 4 * lane + q % 4;
+                float under = low, over = high, difference = gap;
+                if (!binary) {
+                    float2 both = table.values[symbol[q]];
+                    under = both.x, over = both.y, difference = __fsub_rn(over, under);
+                }
+                bool up = x[q] >= middle;
+                if (stochastic) {
+                    float r = float(mix(mix(u32(index) + u32(i) ^ k1) + k2) >> 8) * 5.9604644775390625e-8f;
+                    up = __fmul_rn(r, difference) < __fsub_rn(x[q], under);
+                }
+                u32 chosen = (binary ? 0 : u32(symbol[q])) + up;
+                packed[q / 4] |= chosen << 8 * (q % 4);
+                x[q] = __fsub_rn(x[q], up ? over : under);
+                if (binary)
+                    ones += up && i < n;
+                else if (few && i < n)
+                    counts[chosen * kThreads + tid]++;
+                else if (i < n)
+                    atomicAdd(&counts[chosen], 1u);
+            }
+            if (wide) {
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    int q = 4 * row + k;
-                    float value;
-                    if (stochastic) {
-                        // Padding may have gone beyond the last threshold.
-                        float2 both = table.values[k < left ? symbol[q] : 0];
-                        float r = float(mix(mix(u32(index) + u32(i + k) ^ k1) + k2) >> 8) * 5.9604644775390625e-8f;
-                        bool up = __fmul_rn(r, __fsub_rn(both.y, both.x)) < __fsub_rn(x[q], both.x);
-                        value = up ? both.y : both.x;
-                        symbol[q] += up;
-                    } else {  // two levels
-                        symbol[q] = x[q] >= middle;
-                        value = symbol[q] ? high : low;
-                    }
-                    e[k] = __fsub_rn(x[q], value);
-                    packed |= u32(symbol[q]) << 8 * k;
-                    if (k >= left) continue;
-                    if (s == 2)
-                        ones += symbol[q];
-                    else if (few)
-                        counts[symbol[q] * kThreads + tid]++;
-                    else
-                        atomicAdd(&counts[symbol[q]], 1u);
+                for (int row = 0; row < 4; row++) {
+                    if (first + 128 * row >= n) continue;
+                    i64 at = begin + first + 128 * row + 4 * lane;
+                    *reinterpret_cast<u32*>(symbols + at) = packed[row];
+                    if (t.after)
+                        *reinterpret_cast<float4*>(t.after + at) = make_float4(x[4 * row], x[4 * row + 1],
+                                                                               x[4 * row + 2], x[4 * row + 3]);
                 }
-                if (left <= 0) continue;
-                if (words && left >= 4) {
-                    *reinterpret_cast<u32*>(symbols + begin + i) = packed;
-                } else {
-#pragma unroll 1
-                    for (int k = 0; k < 4 && k < left; k++) symbols[begin + i + k] = u8(packed >> 8 * k);
-                }
-                if (!keeps) continue;
-                float4 errors = make_float4(e[0], e[1], e[2], e[3]);
-                if (wide && left >= 4)
-                    *reinterpret_cast<float4*>(after + begin + i) = errors;
-                else
-                    store_four(segment, begin + i, left, errors);
+                continue;
+            }
+#pragma unroll
+            for (int q = 0; q < 16; q++) {
+                int i = first + 128 * (q / 4) + 4 * lane + q % 4;
+                if (i >= n) continue;
+                i64 at = begin + i;
+                symbols[at] = u8(packed[q / 4] >> 8 * (q % 4));
+                const Tensor& to = tensor_at(segment, &at);
+                if (to.after) to.after[at] = x[q];
             }
         }
         __syncwarp();
     }
-    if (!finite) atomicOr(&job->status->bits, u32(NONFINITE));
+    if (bad != 0) atomicOr(&job->status->bits, u32(NONFINITE));  // a NaN is not 0
     if (!usual) atomicOr(&job->status->bits, u32(UNUSUAL));
     u64* total = job->streams[t.stream].counts;
     __syncthreads();
-    if (s == 2) {
+    if (binary) {
         i64 left = segment.count - i64(segment.tile) * kTile;
         u32 all = u32(left < kTile ? left : kTile);
         counts[tid] = ones;
