@@ -228,7 +228,7 @@ __device__ __forceinline__ float smallest_above(const float (&u)[N], float than)
 }
 
 // ORQ: the best level between two others, the entry of a rank that follows from the sum of what is between them. It is
-// found by counting how many are below a guess, to within n/512 of the rank: near the optimum the error is flat.
+// found by counting how many are below a guess.
 template <int N>
 __device__ float best_between(const float (&u)[N], float low, float high) {
     float part = 0;
@@ -245,7 +245,7 @@ __device__ float best_between(const float (&u)[N], float low, float high) {
     if (!n) return low;
     double rank = ceil(double(n) - sum / (double(high) - double(low))) - 1;
     rank = rank > 0 ? rank : 0;
-    int wanted = 1 + (rank < n - 1 ? int(rank) : n - 1), tolerance = n >> 9;
+    int wanted = 1 + (rank < n - 1 ? int(rank) : n - 1);
     // `few` are up to `below`, less than wanted; `many` are up to `at`, as many as wanted or more.
     u32 below = ordered(low == 0 ? -0.0f : low) - 1, at = ordered(high);
     int few = 0, many = n;
@@ -265,10 +265,11 @@ __device__ float best_between(const float (&u)[N], float low, float high) {
             middle = guess <= below ? below + 1 : guess >= at ? at - 1 : guess;
         }
         float value = unordered(middle);
-        int count = count_to(u, value) - base, off = count - wanted;
-        if (count > 0 && off <= tolerance && -off <= tolerance) return largest_to(u, value);
+        int count = count_to(u, value) - base;
+        if (count == wanted) return largest_to(u, value);
+        if (count + 1 == wanted) return smallest_above(u, value);
         int width = many - few;
-        if (off < 0)
+        if (count < wanted)
             below = middle, few = count;
         else
             at = middle, many = count;
