@@ -199,3 +199,12 @@ def test_numbers_near_the_end_of_fp32_are_left_to_the_host() -> None:
 def test_rare_options_stay_on_the_host(recipe: str) -> None:
     assert family_of(gradwire.codec(recipe).converter) is None
     assert not can_encode(gradwire.codec(recipe).converter, torch.float32, HOST)
+
+
+def test_numbers_of_more_than_one_part_of_a_piece() -> None:
+    torch.manual_seed(6)
+    recipe = "bingrad:bucket=32,precision=fp32"
+    [tensor] = tensors_of([70001], heavy, torch.float32, True, 0)
+    task = FrameTask(gradwire.codec(recipe).converter, [tensor], (70001,), DECAY, SEED)
+    [frame] = encode([task])
+    check(frame, task, recipe)
