@@ -20,6 +20,11 @@ struct Choice {
     int model, precision;
 };
 
+// Whether rANS takes less than plain bits; lanes cost two bytes each.
+__device__ __forceinline__ bool pays(double bits, i64 n, int width) {
+    return bits * (1 + 16 / kBitsPerLane) + 32 < double(n) * width;
+}
+
 // What the GenNorm says about a symbol, as a count.
 __device__ __forceinline__ u64 gennorm_mass(const Stream& stream, const int* shape, int s) {
     const u32* masses = reinterpret_cast<const u32*>(static_cast<const u8*>(stream.format) + kMasses);
@@ -176,7 +181,7 @@ extern "C" __global__ void choose_few(Job* job) {
         winner = -1;
         for (int i = 5; i >= 0; i--)
             if (choices[i].model && choices[i].bits <= limit) winner = i;
-        if (winner >= 0 && choices[winner].bits + 32 >= double(n) * width) winner = -1;
+        if (winner >= 0 && !pays(choices[winner].bits, n, width)) winner = -1;
         if (winner < 0) write_raw(stream, i64(n), width);
     }
     __syncthreads();
@@ -261,7 +266,7 @@ extern "C" __global__ void choose(Job* job) {
         chosen = {0, 0, 0};
         for (int i = found - 1; i >= 0; i--)
             if (choices[i].bits <= limit) chosen = choices[i];
-        if (chosen.model && chosen.bits + 32 >= double(n) * width) chosen.model = 0;
+        if (chosen.model && !pays(chosen.bits, n, width)) chosen.model = 0;
         if (!chosen.model) write_raw(stream, n, width);
     }
     __syncthreads();
