@@ -455,7 +455,7 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
                 if (!from.before) continue;
                 float e = from.before[at];
                 bad = __fmaf_rn(e, 0.0f, bad);
-                u[k] = compensated(u[k], e, decay);
+                u[k] = compensated(u[k], e, from.decay);
             }
         }
         return bad;
