@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import gradwire
+from gradwire import codecs
 from gradwire.frame import headers
+from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder, can_encode, family_of
 from gradwire.gpu.families import FrameTask, TensorTask
 from gradwire.gpu.structures import NONFINITE, STATUS
@@ -151,7 +153,9 @@ def test_dtypes_and_misaligned_views(recipe: str, offset: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("recipe", ["bingrad", "signsgd", "qsgd:bucket=512"])
-@pytest.mark.parametrize("sizes", [[300, 20, 5, 4000], [1, 1, 1], [3, 9000, 1, 2, 700, 1], [2, 513, 1, 40, 1, 8200, 7, 3]])
+@pytest.mark.parametrize(
+    "sizes", [[300, 20, 5, 4000], [1, 1, 1], [3, 9000, 1, 2, 700, 1], [2, 513, 1, 40, 1, 8200, 7, 3]]
+)
 def test_segments(recipe: str, sizes: list[int]) -> None:
     torch.manual_seed(3)
     task = FrameTask(
@@ -194,7 +198,8 @@ def test_numbers_near_the_end_of_fp32_are_left_to_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["bingrad:clip=2", "orq:search=exact", "qsgd:bucket=0", "qsgd:bucket=1000", "tinyscript", "qsgd:coder=huffman"]
+    "recipe",
+    ["bingrad:clip=2", "orq:search=exact", "qsgd:bucket=0", "qsgd:bucket=1000", "tinyscript", "qsgd:coder=huffman"],
 )
 def test_rare_options_stay_on_the_host(recipe: str) -> None:
     assert family_of(gradwire.codec(recipe).converter) is None
@@ -208,3 +213,99 @@ def test_numbers_of_more_than_one_part_of_a_piece() -> None:
     task = FrameTask(gradwire.codec(recipe).converter, [tensor], (70001,), DECAY, SEED)
     [frame] = encode([task])
     check(frame, task, recipe)
+
+
+# ── the mean of several ranks ─────────────────────────────────────────────────────────────────────
+
+
+def message(recipe: str, tensors: Sequence[torch.Tensor], seed: int) -> bytes:
+    """Return a frame of these tensors."""
+    tasks = [TensorTask(t) for t in tensors]
+    shape = tuple(tensors[0].shape) if len(tensors) == 1 else (sum(t.numel() for t in tensors),)
+    return encode([FrameTask(gradwire.codec(recipe).converter, tasks, shape, seed=seed)])[0]
+
+
+def average(recipe: str, sizes: Sequence[int], messages: Sequence[bytes], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the mean that the kernels make of messages of one frame, if they do."""
+    outs = [torch.full((n,), float("nan"), dtype=dtype) for n in sizes]
+    arrived = [torch.frombuffer(bytearray(m), dtype=torch.uint8) for m in messages]
+    decoder = MessageDecoder(HOST)
+    for _ in range(2):
+        present = [[True] * len(sizes)] * len(messages)
+        frames = [FrameTarget(gradwire.codec(recipe).converter, outs)]
+        done = decoder.average(frames, arrived, present, 1 / len(messages)).wait()
+    return torch.cat(outs) if done else None
+
+
+def host_average(messages: Sequence[bytes], dtype: torch.dtype) -> torch.Tensor:
+    """Return the mean that the host makes of them."""
+    out = torch.empty(0)
+    for k, frame in enumerate(messages):
+        header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
+        out = torch.empty(header.elements, dtype=dtype) if not k else out
+        codecs.decode_payload(header, payload, out, 1 / len(messages), bool(k))
+    return out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_mean(recipe: str) -> None:
+    torch.manual_seed(7)
+    for size in (1, 33, 9000):
+        messages = [message(recipe, [heavy(size) * scale], scale) for scale in (1, 3, 7)]
+        mean = average(recipe, [size], messages, torch.float32)
+        assert mean is not None
+        assert torch.equal(mean, host_average(messages, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", ["bingrad", "qsgd:bucket=512"])
+@pytest.mark.parametrize("sizes", [[300, 20, 5, 9000], [3, 9000, 1, 2, 700, 1], [5001]])
+def test_mean_of_segments(recipe: str, sizes: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    messages = [message(recipe, [heavy(n).to(dtype) for n in sizes], seed) for seed in (1, 2)]
+    mean = average(recipe, sizes, messages, dtype)
+    assert mean is not None
+    assert torch.equal(mean, host_average(messages, dtype))
+
+
+def test_mean_of_frames_of_the_host() -> None:
+    torch.manual_seed(9)
+    codec = gradwire.codec("orq")
+    messages = [codec.encode(heavy(200_000)) for _ in range(2)]
+    mean = average("orq", [200_000], messages, torch.float32)
+    assert mean is not None
+    assert torch.equal(mean, host_average(messages, torch.float32))
+
+
+def test_mean_of_tensors_that_only_some_ranks_have() -> None:
+    torch.manual_seed(12)
+    sizes, converter = [700, 5000, 2, 90], gradwire.codec("signsgd").converter
+    tensors = [heavy(n) for n in sizes]
+    messages = [message("signsgd", tensors, 0), message("signsgd", [tensors[1], tensors[3]], 0)]
+    outs = [torch.full((n,), float("nan")) for n in sizes]
+    arrived = [torch.frombuffer(bytearray(m), dtype=torch.uint8) for m in messages]
+    present = [[True] * 4, [False, True, False, True]]
+    assert MessageDecoder(HOST).average([FrameTarget(converter, outs)], arrived, present, 0.5).wait()
+    want = [part / 2 for part in gradwire.decode(messages[0]).split(sizes)]
+    for index, part in zip((1, 3), gradwire.decode(messages[1]).split([5000, 90]), strict=True):
+        want[index] = want[index] + part / 2
+    assert torch.equal(torch.cat(outs), torch.cat(want))
+
+
+@pytest.mark.parametrize("at", [3, 20, 25, 40, 200])
+def test_damaged_frames_are_left_to_the_host(at: int) -> None:
+    torch.manual_seed(10)
+    whole = message("bingrad", [heavy(3000)], 0)
+    damaged = bytearray(whole)
+    damaged[at] ^= 64
+    assert average("bingrad", [3000], [whole, bytes(damaged)], torch.float32) is None
+
+
+def test_levels_that_no_frame_may_have_are_left_to_the_host() -> None:
+    torch.manual_seed(11)
+    frame = bytearray(message("bingrad", [heavy(3000)], 0))
+    header, payload = codecs.open_frame(np.frombuffer(bytes(frame), dtype=np.uint8))
+    start = len(frame) - len(payload)
+    frame[start + 4 : start + 8] = frame[start + 6 : start + 8] + frame[start + 4 : start + 6]  # descending
+    headers.seal(memoryview(frame), headers.LEVELS, header.dtype, header.shape, 0, len(payload))
+    assert average("bingrad", [3000], [bytes(frame)], torch.float32) is None

@@ -111,15 +111,18 @@ class _DecodeLayout:
         sources["arrival"] = -1
         arrivals: list[dict[str, int]] = []
         self._own: list[int] = []  # bytes of scratch for each arrival
+        self._known: list[np.ndarray | None] = []  # what families say about each arrival
         self._of_family: dict[Family, list[int]] = {}
         for rank in range(self.ranks):
             index = target = 0
             for frame, family in zip(frames, families, strict=True):
                 first = segment = 0
+                lengths = []
                 for tensor in frame.tensors:
                     if present[rank][target]:
                         sources[target][rank] = (len(arrivals), segment, first)
                         first, segment = first + tensor.numel(), segment + 1
+                        lengths.append(tensor.numel())
                     target += 1
                 if segment:
                     most, own = family.room_to_decode(frame.converter, first)
@@ -129,6 +132,7 @@ class _DecodeLayout:
                         "codec": frame.converter.wire_id, "dtype": DTYPES[frame.tensors[0].dtype],
                     })  # fmt: skip
                     index += 1
+                    self._known.append(family.arrival(frame.converter, lengths))
         target = 0
         for frame, family in zip(frames, families, strict=True):
             for tensor in frame.tensors:
@@ -169,12 +173,17 @@ class _DecodeLayout:
         lists = {family: pairs(tiles, rows) for family, rows in self._of_family.items()}
         static = Blob()
         arrivals_at, sources_at = static.add(self.arrivals), static.add(self.sources)
+        known = {id(what): what for what in self._known if what is not None}  # ranks share what is the same
+        known_at = {key: static.add(what) for key, what in known.items()}
         lists_at = {family: static.add(where) for family, where in lists.items()}
         self._static = torch.empty(static.size, dtype=torch.uint8, device=self.device)
+        base = self._static.data_ptr()
+        for row, what in zip(self.arrivals, self._known, strict=True):
+            if what is not None:
+                row["own"] = base + known_at[id(what)]
         host = host_bytes(static.size, torch.device("cpu"))
         static.write_to(host)
         self._static.copy_(host)
-        base = self._static.data_ptr()
         self.targets["sources"] = base + sources_at + np.arange(len(self.targets)) * self.ranks * SOURCE.itemsize
         self.messages, self.job = np.zeros(self.ranks, MESSAGE), np.zeros(1, DECODE_JOB)
         dynamic = Blob()

@@ -136,6 +136,10 @@ class Family(ABC):
     combines = ("decoding", "combine")  # program and kernel that make the mean of the frames of all ranks
     unpacks: tuple[Unpack, ...] = ()  # kernels that come before it, for all frames of all ranks
 
+    def arrival(self, converter: Converter, lengths: Sequence[int]) -> np.ndarray | None:
+        """Return what kernels have to know of a frame with tensors of these lengths to decode it, as bytes."""
+        return None
+
     @abstractmethod
     def takes(self, converter: Converter) -> bool:
         """Tell whether there are kernels for this converter."""

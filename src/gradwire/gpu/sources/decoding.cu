@@ -5,6 +5,7 @@
 #include "apart.h"
 #include "crc.h"
 #include "frequencies.h"
+#include "levels_arrival.h"
 
 const int kBetas = 128, kFormats = 6;
 const u32 kLow = 1u << 14;
@@ -284,6 +285,26 @@ __device__ void parse_grid(DecodeJob* job, Arrival& arrival, Reader& reader) {
     read_coding(job, arrival, reader, 2 * largest + 1, largest, arrival.count, nullptr);
 }
 
+// The side information must be what the host expects, since that says where everything is.
+__device__ void parse_levels(DecodeJob* job, Arrival& arrival, Reader& reader) {
+    const LevelsPlan& plan = *reinterpret_cast<const LevelsPlan*>(arrival.own);
+    u64 at = reader.at, side = u64(plan.side_length);
+    bool differs = reader.end - at < side;
+    for (u64 k = threadIdx.x; k < side && !differs; k += blockDim.x) differs = reader.bytes[at + k] != plan.side()[k];
+    if (__syncthreads_or(differs)) {
+        if (!threadIdx.x) reader.bad = true;
+        __syncthreads();
+        return;
+    }
+    if (!threadIdx.x) {
+        reader.skip(side);
+        arrival.rest = reader.bytes + reader.at;
+        reader.skip(u64(plan.numbers_bytes));
+    }
+    __syncthreads();
+    if (!reader.bad) read_coding(job, arrival, reader, plan.levels, plan.levels / 2, arrival.count, nullptr);
+}
+
 // One block of 256 threads for each frame of each rank.
 extern "C" __global__ void parse(DecodeJob* job) {
     __shared__ Reader reader;
@@ -297,6 +318,7 @@ extern "C" __global__ void parse(DecodeJob* job) {
     if (!reader.bad && arrival.codec == 1) parse_minifloat(job, arrival, reader);
     if (!reader.bad && arrival.codec == 5) parse_sparse(job, arrival, reader);
     if (!reader.bad && arrival.codec == 3) parse_grid(job, arrival, reader);
+    if (!reader.bad && arrival.codec == 4) parse_levels(job, arrival, reader);
     __syncthreads();
     if (!reader.bad && arrival.coder == RANS) find_chunks(job, arrival, reader);
     __syncthreads();
