@@ -5,7 +5,7 @@
 #pragma once
 #include "common.h"
 
-const int kTile = 8192, kWarps = 4, kThreads = 32 * kWarps, kFew = 16;
+const int kTile = 8192, kWarps = 4, kThreads = 32 * kWarps, kFew = 9;
 #define kInfinity __uint_as_float(0x7f800000u)
 const float kLargest = 8.507059173023462e37f;   // 2^126, the largest magnitude of a level
 const float kUsual = 1.329227995784916e36f;     // 2^120: up to here, sums of a bucket are far from overflowing
@@ -499,9 +499,32 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
     return bad;
 }
 
+__device__ __forceinline__ u32 one_at(u32 bit) {  // 0 beyond the highest
+#ifdef GRADWIRE_ON_CPU
+    return bit < 32 ? 1u << bit : 0;
+#else
+    u32 x;
+    asm("shl.b32 %0, 1, %1;" : "=r"(x) : "r"(bit));
+    return x;
+#endif
+}
+
+// How often each of the first eight symbols comes, of one thread and up to 255 of them: 4 bits for each, moved to 8 bits
+// before they overflow. What is not counted here is the ninth.
+struct FewCounts {
+    u32 low, even, odd;
+    __device__ __forceinline__ void add(u32 symbol) { low += one_at(4 * symbol); }
+    __device__ __forceinline__ void widen() {
+        even += low & 0x0f0f0f0fu;
+        odd += low >> 4 & 0x0f0f0f0fu;
+        low = 0;
+    }
+    __device__ __forceinline__ u32 of(int symbol) const { return (symbol & 1 ? odd : even) >> 4 * (symbol & ~1) & 255; }
+};
+
 template <int ROWS, int KIND>
 __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
-    __shared__ u32 counts[kFew * kThreads];  // by thread for small alphabets, so that nobody waits for another
+    __shared__ u32 counts[kSymbols];
     __shared__ Table tables[kWarps];
     const int N = 4 * ROWS;
     const bool stochastic = KIND != SIGNS && KIND != TWO_MEANS;
@@ -512,7 +535,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     const Recipe recipe = *static_cast<const Recipe*>(t.format);
     int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, s = recipe.levels, dtype = t.dtype;
     bool few = s <= kFew;
-    for (int k = 0; k < (few ? s : 2); k++) counts[k * kThreads + tid] = 0;
+    for (int k = tid; k < kSymbols; k += kThreads) counts[k] = 0;
     __syncthreads();
     Table& table = tables[warp];
     u8* symbols = job->symbols + t.first;
@@ -521,7 +544,8 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     while (thresholds < s - 1) thresholds *= 2;
     bool aligned = segment.many == 1 && !((u64)(t.gradient) & (dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
                    !((u64)(t.after) & 15) && !((u64)(symbols) & 3);
-    u32 ones = 0;
+    u32 ones = 0, slots = 0, entries = 0;
+    FewCounts counted = {0, 0, 0};
     float bad = 0;
     bool usual = true;
 #pragma unroll 1
@@ -539,51 +563,68 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
         u32 k1 = mix(u32(t.seed) ^ 0x9e3779b9u ^ mix(u32(index >> 32))), k2 = mix(k1 ^ u32(t.seed >> 32));
         float low = table.values[0].x, high = table.values[0].y, gap = __fsub_rn(high, low);
         float middle = __double2float_rn((double(low) + double(high)) / 2), median = table.values[thresholds / 2].x;
+        const char* values = reinterpret_cast<const char*>(table.values);
+        entries += n;
         // Four rows at a time; then the others move up, so that this code is there only once.
 #pragma unroll 1
         for (int first = 0; first < n; first += 512) {
             float x[16];
-            int symbol[16];
-            u32 packed[4] = {0, 0, 0, 0};
+            u32 at[16];  // eight times the symbol: where its value is
+            u32 packed[4];
 #pragma unroll
             for (int q = 0; q < 16; q++) x[q] = u[q];
 #pragma unroll
             for (int q = 0; q + 16 < N; q++) u[q] = u[q + 16];
-            if (!binary) {
+            slots += 512;
+            if (first + 512 > n) {  // from here on padding belongs to the first symbol
 #pragma unroll
-                for (int q = 0; q < 16; q++) symbol[q] = thresholds > 1 && x[q] >= median ? thresholds / 2 : 0;
+                for (int q = 0; q < 16; q++)
+                    if (first + 128 * (q / 4) + 4 * lane + q % 4 >= n) x[q] = -kInfinity;
+            }
+            if (!binary) {
+                u32 half = thresholds > 1 ? 4 * thresholds : 0;
+#pragma unroll
+                for (int q = 0; q < 16; q++) at[q] = x[q] >= median ? half : 0;
 #pragma unroll 1
-                for (int by = thresholds / 4; by; by >>= 1) {
+                for (u32 by = half / 2; by >= 8; by >>= 1) {
 #pragma unroll
                     for (int q = 0; q < 16; q++) {
-                        float threshold = table.values[symbol[q] + by].x;
-                        // Padding must not go beyond the last threshold.
-                        if (x[q] >= threshold && threshold < kInfinity) symbol[q] += by;
+                        u32 next = at[q] + by;
+                        if (x[q] >= *reinterpret_cast<const float*>(values + next)) at[q] = next;
                     }
                 }
             }
 #pragma unroll
             for (int q = 0; q < 16; q++) {
-                int i = first + 128 * (q / 4) + 4 * lane + q % 4;
                 float under = low, over = high, difference = gap;
                 if (!binary) {
-                    float2 both = table.values[symbol[q]];
+                    float2 both = *reinterpret_cast<const float2*>(values + at[q]);
                     under = both.x, over = both.y, difference = __fsub_rn(over, under);
                 }
                 bool up = x[q] >= middle;
                 if (stochastic) {
-                    float r = float(mix(mix(u32(index) + u32(i) ^ k1) + k2) >> 8) * 5.9604644775390625e-8f;
+                    u32 i = u32(index) + u32(first + 128 * (q / 4) + 4 * lane + q % 4);
+                    float r = float(mix(mix(i ^ k1) + k2) >> 8) * 5.9604644775390625e-8f;
                     up = __fmul_rn(r, difference) < __fsub_rn(x[q], under);
                 }
-                u32 chosen = (binary ? 0 : u32(symbol[q])) + up;
-                packed[q / 4] |= chosen << 8 * (q % 4);
                 x[q] = __fsub_rn(x[q], up ? over : under);
-                if (binary)
-                    ones += up && i < n;
-                else if (few && i < n)
-                    counts[chosen * kThreads + tid]++;
-                else if (i < n)
-                    atomicAdd(&counts[chosen], 1u);
+                if (binary) {
+                    ones += up;
+                    packed[q / 4] = q % 4 ? packed[q / 4] + (u32(up) << 8 * (q % 4)) : u32(up);
+                } else {
+                    at[q] += up ? 8 : 0;
+                    packed[q / 4] = q % 4 ? packed[q / 4] + (at[q] << (8 * (q % 4) - 3)) : at[q] >> 3;
+                }
+            }
+            if (!binary && few) {
+#pragma unroll
+                for (int q = 0; q < 16; q++) {
+                    counted.add(at[q] >> 3);
+                    if (q == 7 || q == 15) counted.widen();
+                }
+            } else if (!binary) {
+#pragma unroll
+                for (int q = 0; q < 16; q++) atomicAdd(&counts[at[q] >> 3], 1u);
             }
             if (wide) {
 #pragma unroll
@@ -614,24 +655,22 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     u64* total = job->streams[t.stream].counts;
     __syncthreads();
     if (binary) {
-        i64 left = segment.count - i64(segment.tile) * kTile;
-        u32 all = u32(left < kTile ? left : kTile);
-        counts[tid] = ones;
-        __syncthreads();
-        if (warp) return;
-        u32 sum = 0;
-        for (int j = lane; j < kThreads; j += 32) sum += counts[j];
-        sum = warp_sum_u32(sum);
-        if (!lane) atomicAdd(total, u64(all - sum)), atomicAdd(total + 1, u64(sum));
-    } else if (few) {
-        for (int k = warp; k < s; k += kWarps) {
-            u32 sum = 0;
-            for (int j = lane; j < kThreads; j += 32) sum += counts[k * kThreads + j];
-            sum = warp_sum_u32(sum);
-            if (!lane && sum) atomicAdd(total + k, u64(sum));
-        }
+        ones = warp_sum_u32(ones);
+        if (!lane) atomicAdd(&counts[0], entries - ones), atomicAdd(&counts[1], ones);
     } else {
-        for (int k = tid; k < s; k += kThreads)
-            if (counts[k]) atomicAdd(total + k, u64(counts[k]));
+        if (few) {
+            u32 last = slots;  // what is not counted among the first symbols
+#pragma unroll
+            for (int k = 0; k < kFew - 1; k++) {
+                u32 sum = warp_sum_u32(counted.of(k));
+                last -= sum;
+                if (!lane && sum) atomicAdd(&counts[k], sum);
+            }
+            if (!lane && last) atomicAdd(&counts[kFew - 1], last);
+        }
+        if (!lane) atomicAdd(&counts[0], entries - slots);  // without the padding
     }
+    __syncthreads();
+    for (int k = tid; k < s; k += kThreads)
+        if (counts[k]) atomicAdd(total + k, u64(counts[k]));
 }
