@@ -56,14 +56,15 @@ struct Table {         // of a warp's bucket
 
 // ── numbers of a warp's bucket ────────────────────────────────────────────────────────────────────
 
+// Both without −0: which zero is the smaller may differ between the threads, and all must decide alike.
 __device__ __forceinline__ float warp_min(float x) {
     for (int by = 16; by; by >>= 1) x = fminf(x, __shfl_xor_sync(~0u, x, by));
-    return x;
+    return x + 0.0f;
 }
 
 __device__ __forceinline__ float warp_max(float x) {
     for (int by = 16; by; by >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
-    return x;
+    return x + 0.0f;
 }
 
 // Integers in the order of floats.
