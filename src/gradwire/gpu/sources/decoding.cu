@@ -498,13 +498,19 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
         if (arrival.coder == RAW) {
             const u8* from = arrival.data + u64(begin) * precision / 8;
             bool valid = true;
-            for (i64 i = lane; i < size; i += 32) {
-                u64 bit = u64(i) * precision;
-                u32 two = from[bit >> 3];
-                if ((bit & 7) + precision > 8) two |= u32(from[(bit >> 3) + 1]) << 8;
-                u32 symbol = two >> (bit & 7) & ((1u << precision) - 1);
-                valid &= symbol < u32(arrival.alphabet);
-                symbols[i] = u8(symbol < u32(arrival.alphabet) ? symbol : 0);
+            i64 bytes = (size * precision + 7) / 8;
+            for (i64 group = lane; group < (size + 7) / 8; group += 32) {  // eight symbols are `precision` bytes
+                u64 coded = 0, plain = 0;
+                for (int k = 0; k < precision; k++)
+                    if (group * precision + k < bytes) coded |= u64(from[group * precision + k]) << 8 * k;
+                int many = size - 8 * group < 8 ? int(size - 8 * group) : 8;
+                for (int k = 0; k < many; k++) {
+                    u32 symbol = u32(coded >> precision * k) & ((1u << precision) - 1);
+                    valid &= symbol < u32(arrival.alphabet);
+                    plain |= u64(symbol < u32(arrival.alphabet) ? symbol : 0) << 8 * k;
+                }
+                if (many == 8) *reinterpret_cast<u64*>(symbols + 8 * group) = plain;
+                else for (int k = 0; k < many; k++) symbols[8 * group + k] = u8(plain >> 8 * k);
             }
             u64 bits = u64(count) * precision;
             if (c == arrival.chunks - 1 && bits & 7) valid &= !(arrival.data[bits >> 3] >> (bits & 7));
