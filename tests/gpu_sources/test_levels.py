@@ -107,7 +107,7 @@ def check(frame: bytes, task: FrameTask, recipe: str, one_bucket: bool = False) 
         return  # the host stores so few
     host = gradwire.decode(bytes(out[:length].numpy())).float().view(-1)
     # Sums are rounded differently, which may change the level of a bucket in its last bit.
-    assert (host != decoded).float().mean() <= (0 if u.numel() < 4096 else 0.15)
+    assert (host != decoded).float().mean() <= (0.15 if recipe.startswith("orq") or u.numel() > 4096 else 0)
     error, best = (u - decoded).double().square().sum(), (u - host).double().square().sum()
     assert error <= best * 1.01 + 1e-90
     if not one_bucket:
@@ -208,9 +208,9 @@ def test_rare_options_stay_on_the_host(recipe: str) -> None:
 
 def test_numbers_of_more_than_one_part_of_a_piece() -> None:
     torch.manual_seed(6)
-    recipe = "bingrad:bucket=32,precision=fp32"
-    [tensor] = tensors_of([70001], heavy, torch.float32, True, 0)
-    task = FrameTask(gradwire.codec(recipe).converter, [tensor], (70001,), DECAY, SEED)
+    recipe = "orq:levels=9,bucket=32,precision=fp32"
+    [tensor] = tensors_of([16001], heavy, torch.float32, True, 0)
+    task = FrameTask(gradwire.codec(recipe).converter, [tensor], (16001,), DECAY, SEED)
     [frame] = encode([task])
     check(frame, task, recipe)
 

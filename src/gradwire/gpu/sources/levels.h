@@ -204,47 +204,55 @@ __device__ __forceinline__ float best_pair(float (&x)[N], int n, float greatest)
     return fmaxf(__double2float_rn(warp_sum(sum) / n), warp_max(before));
 }
 
+// Loops over a bucket keep four partial results, so that no instruction waits for the one before. Entries are counted by
+// the signs of differences, which takes two instructions each.
+__device__ __forceinline__ u32 sign_of(float x) { return __float_as_uint(x) >> 31; }
+
 template <int N>
 __device__ __forceinline__ int count_to(const float (&u)[N], float most) {
-    u32 count = 0;
+    u32 above[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int q = 0; q < N; q++) count += u[q] <= most;
-    return int(warp_sum_u32(count));
+    for (int q = 0; q < N; q++) above[q & 3] += sign_of(__fsub_rn(most, u[q]));
+    return 32 * N - int(warp_sum_u32(above[0] + above[1] + above[2] + above[3]));
 }
 
 template <int N>
 __device__ __forceinline__ float largest_to(const float (&u)[N], float most) {
-    float x = -kInfinity;
+    float x[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 #pragma unroll
-    for (int q = 0; q < N; q++) x = u[q] <= most ? fmaxf(x, u[q]) : x;
-    return warp_max(x);
+    for (int q = 0; q < N; q++) x[q & 3] = fmaxf(x[q & 3], u[q] <= most ? u[q] : -kInfinity);
+    return warp_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
 }
 
 template <int N>
 __device__ __forceinline__ float smallest_above(const float (&u)[N], float than) {
-    float x = kInfinity;
+    float x[4] = {kInfinity, kInfinity, kInfinity, kInfinity};
 #pragma unroll
-    for (int q = 0; q < N; q++) x = u[q] > than ? fminf(x, u[q]) : x;
-    return warp_min(x);
+    for (int q = 0; q < N; q++) x[q & 3] = fminf(x[q & 3], u[q] > than ? u[q] : kInfinity);
+    return warp_min(fminf(fminf(x[0], x[1]), fminf(x[2], x[3])));
 }
 
 // ORQ: the best level between two others, the entry of a rank that follows from the sum of what is between them. It is
 // found by counting how many are below a guess.
 template <int N>
 __device__ float best_between(const float (&u)[N], float low, float high) {
-    float part = 0;
-    u32 inside = 0, under = 0;
+    // Σ(u − low), where those outside count as 0 or as the whole range.
+    float part[4] = {0, 0, 0, 0}, range = __fsub_rn(high, low);
+    u32 under[4] = {0, 0, 0, 0}, below_high[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int q = 0; q < N; q++) {
-        bool above = u[q] >= low, in = above && u[q] < high;
-        under += !above;
-        inside += in;
-        part += in ? u[q] - low : 0.0f;
+        float above = __fsub_rn(u[q], low);
+        under[q & 3] += sign_of(above);
+        below_high[q & 3] += sign_of(__fsub_rn(u[q], high));
+        part[q & 3] += fminf(fmaxf(above, 0.0f), range);
     }
-    int n = int(warp_sum_u32(inside)), base = int(warp_sum_u32(under));
-    double sum = warp_sum(double(part));
-    if (!n) return low;
-    double rank = ceil(double(n) - sum / (double(high) - double(low))) - 1;
+    int base = int(warp_sum_u32(under[0] + under[1] + under[2] + under[3]));
+    int beyond = 32 * N - int(warp_sum_u32(below_high[0] + below_high[1] + below_high[2] + below_high[3]));
+    int n = 32 * N - base - beyond;
+    double sum = warp_sum((double(part[0]) + double(part[1])) + (double(part[2]) + double(part[3])));
+    sum -= double(beyond) * double(range);
+    if (n <= 0) return low;
+    double rank = ceil(double(n) - sum / double(range)) - 1;
     rank = rank > 0 ? rank : 0;
     int wanted = 1 + (rank < n - 1 ? int(rank) : n - 1);
     // `few` are up to `below`, less than wanted; `many` are up to `at`, as many as wanted or more.
@@ -358,23 +366,25 @@ enum { SCALED, SIGNS, TWO_MEANS, PLUS_MINUS, SEARCHED };
 template <int N, int KIND>
 __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u)[N], int n, float* numbers) {
     int lane = threadIdx.x & 31;
-    float least = kInfinity, greatest = -kInfinity;
+    float lowest[4] = {kInfinity, kInfinity, kInfinity, kInfinity};
+    float highest[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 #pragma unroll
-    for (int q = 0; q < N; q++) least = fminf(least, u[q]);
+    for (int q = 0; q < N; q++) lowest[q & 3] = fminf(lowest[q & 3], u[q]);
     if (n == 32 * N) {
 #pragma unroll
-        for (int q = 0; q < N; q++) greatest = fmaxf(greatest, u[q]);
+        for (int q = 0; q < N; q++) highest[q & 3] = fmaxf(highest[q & 3], u[q]);
     } else {
 #pragma unroll
-        for (int q = 0; q < N; q++) greatest = u[q] < kInfinity ? fmaxf(greatest, u[q]) : greatest;
+        for (int q = 0; q < N; q++) highest[q & 3] = fmaxf(highest[q & 3], u[q] < kInfinity ? u[q] : -kInfinity);
     }
-    least = warp_min(least), greatest = warp_max(greatest);
+    float least = warp_min(fminf(fminf(lowest[0], lowest[1]), fminf(lowest[2], lowest[3])));
+    float greatest = warp_max(fmaxf(fmaxf(highest[0], highest[1]), fmaxf(highest[2], highest[3])));
     float magnitude = fmaxf(-least, greatest);
     if (KIND == SIGNS) {
-        double sum = 0;
+        double sum[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int q = 0; q < N; q++) sum += u[q] < kInfinity ? double(fabsf(u[q])) : 0.0;
-        numbers[0] = __double2float_rn(warp_sum(sum) / n);
+        for (int q = 0; q < N; q++) sum[q & 3] += double(u[q] < kInfinity ? fabsf(u[q]) : 0.0f);
+        numbers[0] = __double2float_rn(warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) / n);
     } else if (KIND == SCALED) {
         numbers[0] = recipe.method == RANGE ? least : magnitude;
         numbers[1] = greatest;
@@ -404,11 +414,8 @@ __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u
         for (int k = 0; k < recipe.levels; k++) {
             if (!lane) numbers[k] = least;
             if (k + 1 < n) {
-                u32 equal = 0;
-#pragma unroll
-                for (int q = 0; q < N; q++) equal += u[q] <= least;
                 // Equal ones stand as often as there are of them.
-                if (int(warp_sum_u32(equal)) <= k + 1) least = smallest_above(u, least);
+                if (count_to(u, least) <= k + 1) least = smallest_above(u, least);
             }
         }
     } else {
@@ -437,7 +444,7 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
                                              float (&u)[4 * ROWS]) {
     const Tensor& t = *segment.tensors;
     int lane = threadIdx.x & 31, dtype = t.dtype;
-    float decay = t.decay, bad = 0;
+    float decay = t.decay, bad = 0, wrong[4] = {0, 0, 0, 0};
     if (!wide) {
         // Row by row from the last one on; those that are there move up, so that this code is there only once.
 #pragma unroll 1
@@ -483,7 +490,7 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
 #pragma unroll
     for (int row = 0; row < ROWS; row++)
         if (128 * row < n)
-            for (int k = 0; k < 4; k++) bad = __fmaf_rn(u[4 * row + k], 0.0f, bad);
+            for (int k = 0; k < 4; k++) wrong[k] = __fmaf_rn(u[4 * row + k], 0.0f, wrong[k]);
     if (t.before) {
         const float4* before = reinterpret_cast<const float4*>(t.before + begin) + lane;
 #pragma unroll
@@ -492,12 +499,12 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
             float4 v = before[32 * row];
             float e[4] = {v.x, v.y, v.z, v.w};
             for (int k = 0; k < 4; k++) {
-                bad = __fmaf_rn(e[k], 0.0f, bad);
+                wrong[k] = __fmaf_rn(e[k], 0.0f, wrong[k]);
                 u[4 * row + k] = compensated(u[4 * row + k], e[k], decay);
             }
         }
     }
-    return bad;
+    return (wrong[0] + wrong[1]) + (wrong[2] + wrong[3]);
 }
 
 __device__ __forceinline__ u32 one_at(u32 bit) {  // 0 beyond the highest
