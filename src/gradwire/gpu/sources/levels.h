@@ -527,7 +527,18 @@ struct FewCounts {
         odd += low >> 4 & 0x0f0f0f0fu;
         low = 0;
     }
-    __device__ __forceinline__ u32 of(int symbol) const { return (symbol & 1 ? odd : even) >> 4 * (symbol & ~1) & 255; }
+    // Adds what a warp has counted to `counts`, begins again, and returns how many there were.
+    __device__ __forceinline__ u32 move_to(u32* counts) {
+        u32 all = 0;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            u32 sum = warp_sum_u32((k & 1 ? odd : even) >> 4 * (k & ~1) & 255);
+            if (!(threadIdx.x & 31) && sum) atomicAdd(&counts[k], sum);
+            all += sum;
+        }
+        even = odd = 0;
+        return all;
+    }
 };
 
 template <int ROWS, int KIND>
@@ -552,7 +563,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     while (thresholds < s - 1) thresholds *= 2;
     bool aligned = segment.many == 1 && !((u64)(t.gradient) & (dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
                    !((u64)(t.after) & 15) && !((u64)(symbols) & 3);
-    u32 ones = 0, slots = 0, entries = 0;
+    u32 ones = 0, slots = 0, entries = 0, ninth = 0;
     FewCounts counted = {0, 0, 0};
     float bad = 0;
     bool usual = true;
@@ -656,6 +667,8 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
                 if (to.after) to.after[at] = x[q];
             }
         }
+        // Small buckets are mostly padding, of which there may be too much to count.
+        if (!binary && few && b + 8 * kWarps < kTile / recipe.bucket) ninth -= counted.move_to(counts);
         __syncwarp();
     }
     if (bad != 0) atomicOr(&job->status->bits, u32(NONFINITE));  // a NaN is not 0
@@ -667,14 +680,8 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
         if (!lane) atomicAdd(&counts[0], entries - ones), atomicAdd(&counts[1], ones);
     } else {
         if (few) {
-            u32 last = slots;  // what is not counted among the first symbols
-#pragma unroll
-            for (int k = 0; k < kFew - 1; k++) {
-                u32 sum = warp_sum_u32(counted.of(k));
-                last -= sum;
-                if (!lane && sum) atomicAdd(&counts[k], sum);
-            }
-            if (!lane && last) atomicAdd(&counts[kFew - 1], last);
+            ninth -= counted.move_to(counts);
+            if (!lane) atomicAdd(&counts[kFew - 1], slots + ninth);
         }
         if (!lane) atomicAdd(&counts[0], entries - slots);  // without the padding
     }

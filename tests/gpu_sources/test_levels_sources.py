@@ -23,7 +23,7 @@ RECIPES = [
     "bingrad", "bingrad:form=pb", "bingrad:bucket=1024", "bingrad:bucket=64,precision=fp32", "orq", "orq:levels=3",
     "orq:levels=9,bucket=512", "orq:levels=33,bucket=1024,precision=fp16", "qsgd", "qsgd:norm=l2", "qsgd:levels=255",
     "qsgd:levels=21,bucket=2048", "terngrad", "signsgd", "signsgd:bucket=1024,coder=raw", "linear",
-    "linear:levels=2,precision=fp16", "linear:bucket=2048,levels=12",
+    "linear:levels=2,precision=fp16", "linear:bucket=2048,levels=12", "linear:levels=9,bucket=32",
 ]  # fmt: skip
 SIZES = [1, 2, 31, 33, 512, 4095, 8193, 20003]
 Make = Callable[[int], torch.Tensor]
