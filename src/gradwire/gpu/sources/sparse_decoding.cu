@@ -134,7 +134,7 @@ extern "C" __global__ void place_entries(DecodeJob* job, i64 blocks) {
                 value = received(value, arrival.dtype);
             }
             values[i] = value;
-            i64 tile = mine[k] / kSparseTile, last = before[k] == ~0u ? -1 : before[k] / kSparseTile;
+            i64 tile = mine[k] / kSparseTile, last = before[k] == ~0u ? i64(-1) : i64(before[k] / kSparseTile);
             for (i64 t = last + 1; t <= tile; t++) firsts[t] = u32(i);
             if (i == i64(s.count) - 1)
                 for (i64 t = tile + 1; t <= tiles; t++) firsts[t] = s.count;
