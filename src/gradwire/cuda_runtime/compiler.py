@@ -5,11 +5,14 @@ Nothing is compiled when gradwire is installed, and no CUDA toolkit is asked of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
+import hashlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +27,38 @@ class CompilerMissing(GradwireError):
 
 
 def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
-    """Return the machine code of a program for an architecture such as "sm_90"."""
+    """Return the machine code of a program for an architecture such as "sm_90".
+
+    Compiling takes seconds, so that the result is kept in a folder of the user's cache. If that cannot be written, every
+    process compiles for itself.
+    """
     nvrtc = _library()
+    key = hashlib.sha256("\0".join([source, architecture, *OPTIONS, str(_version(nvrtc))]).encode()).hexdigest()
+    kept = _cache_folder() / f"{Path(name).stem}-{architecture}-{key[:24]}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    cubin = _compiled(nvrtc, source, name, architecture)
+    with contextlib.suppress(OSError):  # whole or not at all: other ranks may be reading
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=kept.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(scratch, kept)
+    return cubin
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gradwire" / "cubin"
+
+
+def _version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc, nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def _compiled(nvrtc: ctypes.CDLL, source: str, name: str, architecture: str) -> bytes:
     program = ctypes.c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), name.encode(), 0, None, None
