@@ -125,7 +125,7 @@ class Worker:
         if self.device.type == "cuda":
             self._graph(task, meeting)
         self.meeting, self.plain = meeting, options.one == "fp32"
-        link = ThreadLink(meeting, rank)
+        link = ThreadLink(meeting, rank, self.device)
         self.state: gradwire.ddp.State | None = None
         self.local: gradwire.LocalSGD | None = None
         if sync_every or gradwire.recipe(spec).delayed:
@@ -135,7 +135,7 @@ class Worker:
             local._round = SyncRound(coder, AllGather(link), local._buffers)
             self.local._start_alike = lambda: None  # type: ignore[method-assign]  # their seed makes them alike
         else:
-            self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer)
+            self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer, aggregate="all_gather")
             self.state.connect(link)
             self.state.exchange._thread.inline = True
             coder = self.state.exchange.coder

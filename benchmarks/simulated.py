@@ -52,10 +52,11 @@ class Done:
 
 
 class ThreadLink(Link):
-    def __init__(self, meeting: Meeting, rank: int):
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device):
         self.meeting, self.world, self.rank = meeting, meeting.world, rank
-        self.device, self.exact_lengths, self.roll_call = torch.device("cpu"), True, None
+        self.device, self.exact_lengths, self.roll_call = device, True, None  # messages stay on a GPU
         self.bytes_sent = self.bytes_received = 0
+        self.takes_gpu = False
 
     def all_to_all(self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor) -> Any:
         self.bytes_sent += sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
@@ -88,19 +89,29 @@ class ThreadLink(Link):
 
 def decode_once(coder: MessageCoder, meeting: Meeting, rank: int) -> None:
     """Let rank 0 alone decode and average: by contract all ranks would get the same bits (the tests check that)."""
-    average_here = coder.average
+    average_here, on_device = coder.average, coder.average_on_device
+
+    def shared(plans: Sequence[FramePlan], compute: Callable[[], Any]) -> Any:
+        def make() -> tuple[Any, list[torch.Tensor]]:
+            coder.average_on_device = on_device  # type: ignore[method-assign]  # this rank alone, within `average`
+            result = compute()
+            coder.average_on_device = average_on_device  # type: ignore[method-assign]
+            return result, [part.entries for plan in plans for part in plan.parts]
+
+        result, made = meeting.share(rank, make)
+        if rank and result is not False:
+            for part, mean in zip((part for plan in plans for part in plan.parts), made, strict=True):
+                part.entries.copy_(mean)
+        meeting.barrier.wait()  # before rank 0 goes on with its tensors
+        return result
+
+    def average_on_device(plans: Sequence[FramePlan], messages: Any, present: Any) -> bool:
+        return bool(shared(plans, lambda: on_device(plans, messages, present)))
 
     def average(plans: Sequence[FramePlan], arrived: Sequence[Any]) -> None:
-        def make() -> list[torch.Tensor]:
-            average_here(plans, arrived)
-            return [part.entries for plan in plans for part in plan.parts]
+        shared(plans, lambda: average_here(plans, arrived))
 
-        made = meeting.share(rank, make)
-        if rank:
-            for part, result in zip((part for plan in plans for part in plan.parts), made, strict=True):
-                part.entries.copy_(result)
-        meeting.barrier.wait()  # before rank 0 goes on with its tensors
-
+    coder.average_on_device = average_on_device  # type: ignore[method-assign]
     coder.average = average  # type: ignore[method-assign]
 
 

@@ -27,7 +27,6 @@ class PlainStep:
     def __init__(self, link: Link, exchange: GradientExchange):
         self._link, self._exchange = link, exchange
         self._errors = exchange.coder.memories.errors
-        self._takes_gpu = "cuda:nccl" in dist.get_backend_config(link.group)  # maybe beside "cpu:gloo"
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._works: list[dist.Work] = []
         self._tensors: list[torch.Tensor] = []
@@ -84,7 +83,7 @@ class PlainStep:
     def _as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, or a copy if its entries are in another order or the group does not take it."""
         sent = tensor.detach().contiguous()
-        if not (sent.is_cuda and self._takes_gpu):
+        if not (sent.is_cuda and self._link.takes_gpu):
             sent = sent.to(self._link.device)
         if sent.data_ptr() != tensor.data_ptr():
             self._copies.append((tensor, sent))

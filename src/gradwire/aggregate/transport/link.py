@@ -42,6 +42,7 @@ class Link:
         self.group: dist.ProcessGroup = group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
+        self.takes_gpu = "cuda:nccl" in dist.get_backend_config(group)  # tensors on a GPU, maybe beside "cpu:gloo"
         # Gloo takes a message that is shorter than the room made for it; NCCL wants both sides to name one length.
         self.exact_lengths = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
         self.can_or = self.device.type == "cpu"  # NCCL cannot
