@@ -124,7 +124,7 @@ class Worker:
             self.optimizer = task.build_optimizer(self.model, self.lr)
         if self.device.type == "cuda":
             self._graph(task, meeting)
-        self.meeting, self.plain = meeting, options.one == "fp32"
+        self.meeting, self.plain, self.plain_bytes = meeting, options.one == "fp32", 0
         link = ThreadLink(meeting, rank, self.device)
         self.state: gradwire.ddp.State | None = None
         self.local: gradwire.LocalSGD | None = None
@@ -173,6 +173,9 @@ class Worker:
                 self._step(*batch, learning_rate_factor(step, last, self.options.lr_warmup))
                 step += 1
         stats = (self.local or self.state).stats()  # type: ignore[union-attr]
+        if self.plain:
+            sent = {"wire_bytes_sent": (WORKERS - 1) * self.plain_bytes}
+            stats = {"frame_bytes": self.plain_bytes, "dense_bytes": self.plain_bytes, **sent}
         return {"steps": step, "stats": stats}
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor, factor: float) -> None:
@@ -196,8 +199,7 @@ class Worker:
         for gradient, mean in zip(own, means, strict=True):
             gradient.copy_(mean)
         count = 4 * sum(g.numel() for g in own)
-        assert self.state is not None
-        self.state.count_plain(count)
+        self.plain_bytes += count
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.device)
