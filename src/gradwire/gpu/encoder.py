@@ -5,6 +5,7 @@ Fit, step, table and sizes stay on the device; the host learns the length of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of 
 FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily(), *LEVEL_FAMILIES)
 
 
+@functools.lru_cache(maxsize=4096)
 def family_of(converter: Converter) -> Family | None:
     """Return the family whose kernels do what this converter does, if there is one."""
     return next((family for family in FAMILIES if family.takes(converter)), None)

@@ -43,12 +43,13 @@ class HostCopies:
 
     def of_parts(self, parts: Sequence[TensorPart], ready: torch.cuda.Event | None) -> list[TensorPart]:
         """Return the same parts of the tensors that the exchange works on, when `ready` has come."""
-        return [replace(part, tensor=self._copy_of(part, ready)) for part in parts]
+        copies = [self._copy_of(part, ready) for part in parts]
+        return [p if p.tensor is copy else replace(p, tensor=copy) for p, copy in zip(parts, copies, strict=True)]
 
     def _copy_of(self, part: TensorPart, ready: torch.cuda.Event | None) -> torch.Tensor:
         name = part.name
         if name not in self.tensors:
-            tensor = part.tensor.detach()
+            tensor = part.tensor.detach() if part.tensor.requires_grad else part.tensor
             copy = tensor
             codec = self._recipes.of_part(part).codec
             if not (codec.runs_on(tensor.device) or gpu.can_encode(codec.converter, tensor.dtype, tensor.device)):
