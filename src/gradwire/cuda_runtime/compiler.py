@@ -29,8 +29,8 @@ class CompilerMissing(GradwireError):
 def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     """Return the machine code of a program for an architecture such as "sm_90".
 
-    Compiling takes seconds, so that the result is kept in a folder of the user's cache. If that cannot be written, every
-    process compiles for itself.
+    Compiling takes seconds, so that the result is kept in a folder of the user's cache. If that cannot be written,
+    every process compiles for itself.
     """
     nvrtc = _library()
     key = hashlib.sha256("\0".join([source, architecture, *OPTIONS, str(_version(nvrtc))]).encode()).hexdigest()

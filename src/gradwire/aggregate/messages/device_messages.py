@@ -110,12 +110,12 @@ class _DeviceCoder:
         room = self.space.room("arrived", sum(len(m) + 64 for m in away)) if away else None
         at, result = 0, []
         for message in messages:
-            if message.device != self.device and room is not None:
-                copy = room[at : at + len(message)]
-                copy.copy_(message, non_blocking=True)
-                at += -(-len(message) // 64) * 64 + 64
-                message = copy
-            result.append(message)
+            if message.device == self.device or room is None:
+                result.append(message)
+                continue
+            result.append(room[at : at + len(message)])
+            result[-1].copy_(message, non_blocking=True)
+            at += -(-len(message) // 64) * 64 + 64
         return result
 
 

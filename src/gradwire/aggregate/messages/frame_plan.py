@@ -77,10 +77,13 @@ def plan_frames(
     return [*shared.values(), *single]
 
 
-def only_present(plans: Sequence[FramePlan], present: Sequence[bool]) -> list[FramePlan]:
-    """Return the plans without the parts that are not present; `present` has a flag for each part of all plans."""
+def only_present(plans: Sequence[FramePlan], present: Sequence[bool]) -> Sequence[FramePlan]:
+    """Return the plans without the parts that are not present; `present` has a flag for each part of all plans.
+
+    If all are present, these are the plans themselves, of which more is known (`KnownPlans`).
+    """
     if all(present):
-        return list(plans)
+        return plans
     flags = iter(present)
     result = []
     for plan in plans:

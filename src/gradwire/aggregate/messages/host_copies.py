@@ -6,7 +6,6 @@ get their means back at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -30,6 +29,7 @@ class HostCopies:
         self._originals: dict[str, torch.Tensor] = {}  # of those that were copied
         self._pinned: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
+        self._staying: dict[tuple[str, torch.device, torch.dtype, int], bool] = {}
         self._resident: torch.device | None = None  # a GPU on which tensors are averaged where they are
 
     def mark_ready(self, tensors: NamedTensors) -> torch.cuda.Event | None:
@@ -41,18 +41,19 @@ class HostCopies:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def of_parts(self, parts: Sequence[TensorPart], ready: torch.cuda.Event | None) -> list[TensorPart]:
+    def of_parts(self, parts: list[TensorPart], ready: torch.cuda.Event | None) -> list[TensorPart]:
         """Return the same parts of the tensors that the exchange works on, when `ready` has come."""
         copies = [self._copy_of(part, ready) for part in parts]
-        return [p if p.tensor is copy else replace(p, tensor=copy) for p, copy in zip(parts, copies, strict=True)]
+        if all(part.tensor is copy for part, copy in zip(parts, copies, strict=True)):
+            return parts  # the list itself, of which more may be known
+        return [replace(part, tensor=copy) for part, copy in zip(parts, copies, strict=True)]
 
     def _copy_of(self, part: TensorPart, ready: torch.cuda.Event | None) -> torch.Tensor:
         name = part.name
         if name not in self.tensors:
             tensor = part.tensor.detach() if part.tensor.requires_grad else part.tensor
             copy = tensor
-            codec = self._recipes.of_part(part).codec
-            if not (codec.runs_on(tensor.device) or gpu.can_encode(codec.converter, tensor.dtype, tensor.device)):
+            if not (tensor.is_cpu or self._stays(part, tensor)):
                 copy = self._from_gpu(name, tensor, ready) if tensor.is_cuda else tensor.cpu()
             elif tensor.is_cuda:  # this thread's stream does the work where the tensor is
                 self._resident = tensor.device
@@ -64,6 +65,15 @@ class HostCopies:
                 self._originals[name] = tensor
             self.tensors[name] = copy
         return self.tensors[name]
+
+    def _stays(self, part: TensorPart, tensor: torch.Tensor) -> bool:
+        """Tell whether there are kernels for the tensor where it is."""
+        key = part.name, tensor.device, tensor.dtype, self._recipes.generation
+        if key not in self._staying:
+            codec = self._recipes.of_part(part).codec
+            takes = gpu.can_encode(codec.converter, tensor.dtype, tensor.device)
+            self._staying[key] = takes or codec.runs_on(tensor.device)
+        return self._staying[key]
 
     def _from_gpu(self, name: str, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
         copy = self._pinned.get(name)

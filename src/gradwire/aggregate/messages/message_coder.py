@@ -24,6 +24,7 @@ from gradwire.aggregate.messages.frame_coding import (
     most_frame_bytes,
 )
 from gradwire.aggregate.messages.frame_plan import FramePlan
+from gradwire.aggregate.messages.known_plans import KnownPlans
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import TensorPart
@@ -50,11 +51,11 @@ class MessageCoder:
         self.rank, self.world = rank, world
         self.probe = probe or ErrorProbe()
         self._blocks: dict[Hashable, torch.Tensor] = {}
-        self._on_device = DeviceMessages()
+        self._on_device, self.known = DeviceMessages(), KnownPlans(recipes)
 
     def plan(self, parts: Sequence[TensorPart]) -> list[FramePlan]:
         """Return the frames that these parts are sent in at this step."""
-        return self.recipes.plan_frames(parts, self.ledger.steps)
+        return self.known.of_parts(parts, self.ledger.steps)
 
     # ── encoding ──
 
@@ -67,7 +68,7 @@ class MessageCoder:
         the key: the next message with the same key is written over this one. It is on the device `to` if it could be
         made on a GPU, and else in the host's memory.
         """
-        if not self.probe.active and is_on_device(plans):
+        if not self.probe.active and self._is_on_device(plans):
             found = self._encode_on_device(key, plans, note, to, self.corrected, self.memories.errors)
             if found is not None:
                 return found
@@ -80,7 +81,7 @@ class MessageCoder:
 
         Means are neither clipped nor accelerated, and `memory` is their own error memory.
         """
-        if is_on_device(plans):
+        if self._is_on_device(plans):
             found = self._encode_on_device(key, plans, note, to, lambda part: part.entries, memory, "sum:")
             if found is not None:
                 return found
@@ -96,7 +97,10 @@ class MessageCoder:
     ) -> tuple[torch.Tensor, int] | None:  # fmt: skip
         """Return what `_encode_block` does, made on the GPU; None if that is left to the host."""
         with self.ledger.encoding():
-            values = [[values_of(part).contiguous() for part in plan.parts] for plan in plans]
+            if values_of == self.corrected and not (self.recipes.any("mask") or self.recipes.any("clip")):
+                values = self.known.fact("entries", plans, _entries)
+            else:
+                values = [[values_of(part).contiguous() for part in plan.parts] for plan in plans]
             slots = [_slots(plan, errors) for plan in plans]
             seeds = [self._seed(plan, purpose) for plan in plans]
             found = self._on_device.encode(key, plans, values, slots, seeds, note, to)
@@ -176,7 +180,10 @@ class MessageCoder:
         `present` tells for each message which parts it carries; what none carries becomes zero.
         """
         with self.ledger.decoding():
-            return bool(messages) and is_on_device(plans) and self._on_device.average(plans, messages, present)
+            return bool(messages) and self._is_on_device(plans) and self._on_device.average(plans, messages, present)
+
+    def _is_on_device(self, plans: Sequence[FramePlan]) -> bool:
+        return self.known.fact("is on a device", plans, is_on_device)
 
     def average(self, plans: Sequence[FramePlan], arrived: Sequence[tuple[int, np.ndarray]]) -> None:
         """Replace the tensors by the mean of the frames that these ranks sent, added up in this order."""
@@ -242,6 +249,10 @@ def clipped(part: TensorPart, recipes: ModelRecipes, scale: float, world: int) -
         norm = float(tensor.float().norm())
         tensor = tensor * (limit / norm) if norm > limit else tensor
     return tensor
+
+
+def _entries(plans: Sequence[FramePlan]) -> list[list[torch.Tensor]]:
+    return [[part.entries for part in plan.parts] for plan in plans]
 
 
 def _slots(plan: FramePlan, memory: ErrorMemory) -> list[MemorySlot]:

@@ -22,6 +22,7 @@ class ModelRecipes:
     def __init__(self, spec: Spec):
         self.by_pattern: Recipes = parse_spec(spec)
         self.shapes: dict[str, torch.Size] = {}  # of all tensors of the model, where it is known
+        self.generation = 0  # changes with the recipes: what was worked out from them before is out of date
         self._shares: dict[str, float] = {}  # of the model's budget, for each tensor whose share is not by its size
 
     def __str__(self) -> str:
@@ -39,6 +40,7 @@ class ModelRecipes:
         self._share_budget()
 
     def _share_budget(self) -> None:
+        self.generation += 1
         sizes = self.sizes
         self._shares = budget_parts(sizes, {name: self.of_tensor(name, d) for name, d in sizes.items()})
 
@@ -72,6 +74,10 @@ class ModelRecipes:
     def sums_all(self) -> bool:
         """Whether all gradients are added up on their way, without being decoded."""
         return all(recipe.sums for recipe in self.by_pattern.values())
+
+    def settled(self, clock: int) -> bool:
+        """Return whether plans stay what they are from this step on: no recipe has a warm-up that goes on."""
+        return all(clock >= float(recipe.values.get("warmup", 0)) for recipe in self.by_pattern.values())
 
     def remembered(self) -> list[str]:
         """Return the names of the model's tensors whose recipe has an error memory."""

@@ -24,8 +24,9 @@ class PartialMessages:
 
     def subject(self, plans: Sequence[FramePlan]) -> Subject:
         """Return what the messages of all ranks must be about, and the most bytes that one can have."""
-        note = present_tensors.most_bytes(sum(len(plan.parts) for plan in plans))
-        return Subject(self.coder.ledger.steps, fingerprint(plans), note + most_frame_bytes(plans))
+        known = self.coder.known
+        most = known.fact("most bytes", plans, most_message_bytes)
+        return Subject(self.coder.ledger.steps, known.fact("fingerprint", plans, fingerprint), most)
 
     def encode(self, key: Hashable, plans: Sequence[FramePlan], to: torch.device = HOST) -> tuple[torch.Tensor, int]:
         """Return a block with this rank's message, on the device `to` if it was made on a GPU, and its length."""
@@ -73,7 +74,7 @@ class PartialMessages:
             raise unusable_message(sender, error) from error
 
     def _decoded_parts(
-        self, sender: int, frames: np.ndarray, plans: list[FramePlan], weight: float
+        self, sender: int, frames: np.ndarray, plans: Sequence[FramePlan], weight: float
     ) -> Iterator[torch.Tensor]:
         """Yield what a message says of each of its parts, times `weight`."""
         targets = []
@@ -84,3 +85,8 @@ class PartialMessages:
         self.coder.decode(sender, frames, plans, targets, weight, accumulate=False)
         for plan, target in zip(plans, targets, strict=True):
             yield from target.split(plan.sizes)
+
+
+def most_message_bytes(plans: Sequence[FramePlan]) -> int:
+    """Return the most bytes that the note and the frames of these plans can have."""
+    return present_tensors.most_bytes(sum(len(plan.parts) for plan in plans)) + most_frame_bytes(plans)
