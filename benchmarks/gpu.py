@@ -119,21 +119,19 @@ class Contestant:
 
 def peers(count: int) -> dict[str, float]:
     """Return the times of what one would use without gradwire."""
-    x, e = gradient(count, 1), gradient(count, 2)
+    x = gradient(count, 1)
     out = torch.empty_like(x)
 
     def eager_qsgd() -> torch.Tensor:
         y = (x.abs() * (4 / x.abs().max()) + torch.rand_like(x)).floor()
         return (y * x.sign()).to(torch.int8)
 
-    times = {
+    return {
         "copy": milliseconds(lambda: out.copy_(x)),
         "torch.topk 1%": milliseconds(lambda: torch.topk(x.abs(), count // 100), 5),
         "eager QSGD": milliseconds(eager_qsgd, 5),
-        "cast to fp16": milliseconds(lambda: x.half()),
+        "cast to fp16": milliseconds(x.half),
     }
-    del e
-    return times
 
 
 def measure(specs: list[str], entries: int) -> dict[str, Any]:
@@ -168,7 +166,8 @@ def measure(specs: list[str], entries: int) -> dict[str, Any]:
         print(
             f"{spec:18} {row['bits']:6.3f} bits  encode {row['encode_ms']:8.3f} ms {row['encode_GBs']:7.0f} GB/s  "
             f"decode {row['decode_ms']:8.3f} ms {row['decode_GBs']:7.0f} GB/s  8 frames {row['decode_8_ms']:8.3f} ms  "
-            f"1M {row['encode_1M_us']:6.0f} us  16x256k {row['encode_16x256k_us']:6.0f}/{row['decode_16x256k_us']:6.0f} us  "
+            f"1M {row['encode_1M_us']:6.0f} us  16x256k {row['encode_16x256k_us']:6.0f}/"
+            f"{row['decode_16x256k_us']:6.0f} us  "
             f"{row['check']}  ({time.time() - start:.0f} s)", flush=True,
         )  # fmt: skip
     return results

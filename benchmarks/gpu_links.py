@@ -4,7 +4,8 @@ python benchmarks/gpu_links.py    reads benchmarks/results/gpu.json, which bench
 
 One exchange of a gradient, without overlap with anything: plain all-reduce of fp32 moves 2·4·(W−1)/W bytes an entry
 through each rank's link; a recipe encodes once, sends its frame to W−1 ranks, and decodes W frames. Both use the whole
-rate of the link, latency is left out. The break-even rate is where both take equally long; above it, all-reduce is faster.
+rate of the link, latency is left out. The break-even rate is where both take equally long; above it, all-reduce is
+faster.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ def main() -> None:
         plain = math.nan
         for number, hook in enumerate(options.hooks):
             command = [
-                sys.executable, __file__, "--model", model, "--hook", hook, "--batch", str(batch), "--length", str(length),
+                sys.executable, __file__, "--model", model, "--hook", hook,
+                "--batch", str(batch), "--length", str(length),
                 "--warmup", str(options.warmup), "--steps", str(options.steps), "--rounds", str(options.rounds),
                 *(["--profile"] if options.profile else []),
             ]  # fmt: skip
@@ -204,8 +205,8 @@ def main() -> None:
             result["over_no_hook"] = result["ms"] / plain
             results.append(result)
             print(
-                f"{model:10} {hook:12} {result['ms']:8.1f} ms  {result['over_no_hook']:6.3f}  loss {result['loss']:7.4f}  "
-                f"{result['memory_GB']:6.1f} GB  {result.get('stats', '')}", flush=True,
+                f"{model:10} {hook:12} {result['ms']:8.1f} ms  {result['over_no_hook']:6.3f}  "
+                f"loss {result['loss']:7.4f}  {result['memory_GB']:6.1f} GB  {result.get('stats', '')}", flush=True,
             )  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
