@@ -67,7 +67,7 @@ class State(Gradients):
             unused = (
                 [name for name, gradient in named if present_tensors.is_zero(gradient)] if self._finds_unused else ()
             )
-            self.submit((bucket.index(), buffer.numel()), named, unused)
+            self.submit((bucket.index(), buffer.numel()), named, unused, lasting=True)
             self._pending.append((buffer, future))
             if bucket.is_last():
                 self.finish_step()

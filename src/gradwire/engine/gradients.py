@@ -166,10 +166,14 @@ class Gradients:
 
     # ── one step ──
 
-    def submit(self, key: Hashable, tensors: list[tuple[str, torch.Tensor]], missing: Collection[str] = ()) -> None:
+    def submit(
+        self, key: Hashable, tensors: list[tuple[str, torch.Tensor]], missing: Collection[str] = (),
+        lasting: bool = False,
+    ) -> None:  # fmt: skip
         """Begin to average the tensors, in place; those that are `missing` have no gradient on this rank.
 
-        They are not to be touched before the step is finished.
+        They are not to be touched before the step is finished. Those that are `lasting` lie in the same place in every
+        step.
         """
         if self._takeover is not None:
             self.memories.take_over_momentum(self._by_name(self._takeover.factors()))
@@ -181,7 +185,7 @@ class Gradients:
         if self._goes_directly:
             self.plain_step.start(tensors, missing)
         else:
-            self.exchange.submit(key, tensors, missing)
+            self.exchange.submit(key, tensors, missing, lasting)
 
     def finish_step(self) -> set[str]:
         """Wait until all tensors are means; return the names of those that any rank has sent."""

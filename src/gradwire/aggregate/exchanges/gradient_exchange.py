@@ -78,15 +78,19 @@ class GradientExchange:
         """The number of ranks whose gradients are averaged."""
         return self.link.world * (self.host.world if self.host else 1)
 
-    def submit(self, key: Hashable, tensors: NamedTensors, missing: Collection[str] = ()) -> None:
+    def submit(
+        self, key: Hashable, tensors: NamedTensors, missing: Collection[str] = (), lasting: bool = False
+    ) -> None:
         """Begin to average the tensors, in place. Those that are `missing` have no gradient on this rank, and are zero.
 
-        All ranks submit the same tensors under the same keys in the same order.
+        All ranks submit the same tensors under the same keys in the same order. Tensors that are `lasting` lie in the
+        same place in every step, as DDP's buckets do; they are kept until the next step.
         """
         self.check_in_step()
         ready = self._host_copies.mark_ready(tensors)
         self._tensors.declare_missing(missing)
-        for i, parts in enumerate(self._known_messages(key, tensors)):
+        messages = self._known_messages(key, tensors) if lasting else self._messages_of(tensors)
+        for i, parts in enumerate(messages):
             self._thread.submit(functools.partial(self._message_job, (key, i), parts, ready))
             self.messages += 1
 
@@ -105,6 +109,7 @@ class GradientExchange:
         known = self._cut.get(key)
         if known is None or known[0] != now:
             known = self._cut[key] = now, list(self._messages_of(tensors))
+            self.coder.known.expect(key, known[1])
         return known[1]
 
     def _messages_of(self, tensors: NamedTensors) -> Iterator[list[TensorPart]]:

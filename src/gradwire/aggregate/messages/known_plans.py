@@ -1,49 +1,69 @@
-"""What is known about plans that come again in every step: a message has hundreds of tensors, and Python is slow.
+"""What is known about messages that come again in every step: they have hundreds of tensors, and Python is slow.
 
-In a training the same tensors lie in the same places in every step. So the plan of a message is kept with its parts,
-and what follows from a plan is worked out once.
+DDP's buckets lie in the same places in every step. So the parts of their messages are the same lists in every step; the
+plan of such a list is kept, and what follows from the plan is worked out once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gradwire.aggregate.messages.frame_plan import FramePlan
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import TensorPart
 
-MOST = 1024  # lists that are known at a time: those of one model, as a rule
 Result = TypeVar("Result")
 
 
+@dataclass
+class _Known:
+    parts: Sequence[TensorPart]
+    generation: int = -1  # of the recipes that the plan was made with
+    plans: list[FramePlan] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
 class KnownPlans:
-    """Plans by the list of their parts, and facts by the list of plans. One thread at a time uses it."""
+    """Plans of the lists of parts that were announced, and facts about these plans.
+
+    Nothing is kept of other lists: their tensors may be large, and gone after the step. Lists are announced by the
+    training's thread, before the exchange thread asks for their plans.
+    """
 
     def __init__(self, recipes: ModelRecipes):
         self._recipes = recipes
-        self._plans: dict[int, tuple[Sequence[TensorPart], int, list[FramePlan]]] = {}
-        self._facts: dict[tuple[str, int], tuple[Sequence[FramePlan], Any]] = {}
+        self._by_key: dict[Hashable, list[_Known]] = {}
+        self._by_parts: dict[int, _Known] = {}
+        self._by_plans: dict[int, _Known] = {}
+
+    def expect(self, key: Hashable, lists: Iterable[Sequence[TensorPart]]) -> None:
+        """Announce lists of parts that will come again; those that had the same key before will not."""
+        for known in self._by_key.get(key, ()):
+            self._by_parts.pop(id(known.parts), None)
+            self._by_plans.pop(id(known.plans), None)
+        self._by_key[key] = [_Known(parts) for parts in lists]
+        self._by_parts.update((id(known.parts), known) for known in self._by_key[key])
 
     def of_parts(self, parts: Sequence[TensorPart], clock: int) -> list[FramePlan]:
         """Return the frames that these parts are sent in at this step."""
-        known = self._plans.get(id(parts))
-        if known is not None and known[0] is parts and known[1] == self._recipes.generation:
-            return known[2]
-        plans = self._recipes.plan_frames(parts, clock)
-        if self._recipes.settled(clock):
-            if len(self._plans) >= MOST:
-                self._plans.clear()
-            self._plans[id(parts)] = parts, self._recipes.generation, plans
-        return plans
+        known = self._by_parts.get(id(parts))
+        if known is None or not self._recipes.settled(clock):
+            return self._recipes.plan_frames(parts, clock)
+        if known.generation != self._recipes.generation:
+            self._by_plans.pop(id(known.plans), None)
+            known.generation, known.facts = self._recipes.generation, {}
+            known.plans = self._recipes.plan_frames(parts, clock)
+            self._by_plans[id(known.plans)] = known
+        return known.plans
 
     def fact(self, name: str, plans: Sequence[FramePlan], find: Callable[[Sequence[FramePlan]], Result]) -> Result:
-        """Return what `find` says about the plans, which is asked once for each list of them."""
-        key = name, id(plans)
-        known = self._facts.get(key)
-        if known is None or known[0] is not plans:
-            if len(self._facts) >= 8 * MOST:
-                self._facts.clear()
-            known = self._facts[key] = plans, find(plans)
-        result: Result = known[1]
+        """Return what `find` says about the plans, which is asked once for plans that come again."""
+        known = self._by_plans.get(id(plans))
+        if known is None:
+            return find(plans)
+        if name not in known.facts:
+            known.facts[name] = find(plans)
+        result: Result = known.facts[name]
         return result
