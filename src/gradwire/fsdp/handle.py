@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire import gpu
 from gradwire.aggregate.transport.link import Link, reduce_scatter_tensor
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name
@@ -143,6 +144,14 @@ class FSDPHandle:
         sizes = [size for m in self._modules for name, size in m.memory_sizes.items() if self._remembers(name)]
         return 2 * self.frames.memory.dtype.itemsize * sum(size.numel() for size in sizes)
 
+    @property
+    def codes_on_gpu(self) -> bool:
+        """Whether there are kernels for the recipes of all parameters on the GPU where these are."""
+        kind = self._modules[0].place[0]
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        codecs = [recipe.codec for recipe in self.frames.recipes.by_pattern.values()]
+        return kind == "cuda" and all(gpu.can_encode(codec.converter, torch.float32, device) for codec in codecs)
+
     def _remembers(self, name: str) -> bool:
         return bool(self.frames.recipes.of(name).decay)
 
@@ -179,7 +188,8 @@ def attach(
     """Compress the gradients of a model to which fully_shard was applied; call it on the outermost module.
 
     `spec` is a recipe, or a dict from patterns of parameter names to recipes. Error memory covers whole parameters on
-    every rank, in host memory: `memory` is "fp32", "bf16" or "none". With torch.amp.GradScaler, pass it as
+    every rank, where gradients are coded: on the GPU, or in host memory where there are no kernels for the recipe or
+    the device. `memory` is "fp32", "bf16" or "none". With torch.amp.GradScaler, pass it as
     `grad_scaler`, since the loss scale is in the gradients. A model that is attached already gets the new recipe in
     place of the old one, and an empty error memory.
     """
@@ -205,7 +215,8 @@ def attach(
     object.__setattr__(model, "_gradwire_fsdp", handle)  # not a parameter, not a module
     if dist.get_rank() == 0 and handle.memory_bytes:
         advice = " (memory='bf16' halves it, memory='none' does without)" if memory == "fp32" else ""
-        _log.warning("error memory: %.1f MB of host memory on each rank%s", handle.memory_bytes / 1e6, advice)
+        where = "GPU" if handle.codes_on_gpu else "host"
+        _log.warning("error memory: %.1f MB of %s memory on each rank%s", handle.memory_bytes / 1e6, where, advice)
     return handle
 
 

@@ -1,7 +1,7 @@
 """Error memory of parameters of which different parts are sent to different ranks (FSDP).
 
 One flat tensor for each parameter name, fp32 or bf16, twice: what counts, and what will count from the end of the
-step on (`commit`), unless a gradient was not finite (`rollback`).
+step on (`commit`), unless a gradient was not finite (`rollback`). It is on the device where gradients are coded.
 
 A loss scale multiplies gradients, and with them what is not sent. Memory is stored as it came, beside the scale of
 its step, and read times new scale over old, which loses nothing since scales are powers of two.
@@ -34,17 +34,23 @@ class PartErrorMemory:
         """Follow the loss scale of this step."""
         self.scale = scale
 
-    def at(self, name: str, part: slice, entries: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def at(
+        self, name: str, part: slice, entries: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Return memory to read, memory to write and a factor for the first, of a part of a parameter.
 
-        `entries` is the number of entries of the whole parameter.
+        `entries` is the number of entries of the whole parameter; its memory moves to the device.
         """
         if name not in self._memory:
-            self._memory[name] = torch.zeros(entries, dtype=self.dtype)
+            self._memory[name] = torch.zeros(entries, dtype=self.dtype, device=device)
             self._scales[name] = self.scale
         memory = self._memory[name]
         if len(memory) != entries:
             raise GradwireError(f"error memory of {name!r} has {len(memory)} entries, its gradient {entries}")
+        if memory.device != device:  # of a checkpoint, or of a recipe without kernels for that device
+            for memories in (self._memory, self._spare):
+                memories |= {name: memories[name].to(device)} if name in memories else {}
+            memory = self._memory[name]
         if name not in self._spare:
             self._spare[name] = memory.clone()  # parts with another recipe, without memory, stay as they are
         return memory[part], self._spare[name][part], self.scale / self._scales[name]
@@ -65,8 +71,8 @@ class PartErrorMemory:
         self._pending.clear()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the memory of each parameter, flat and without a loss scale."""
-        return {name: e / self._scales[name] for name, e in self._memory.items()}
+        """Return the memory of each parameter, flat, without a loss scale and in the host's memory."""
+        return {name: (e / self._scales[name]).cpu() for name, e in self._memory.items()}
 
     def load(self, memory: dict[str, torch.Tensor]) -> None:
         """Take over copies of this memory, which has no loss scale, in place of all that there is."""

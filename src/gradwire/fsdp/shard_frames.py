@@ -7,16 +7,16 @@ goes to the receiver for: one for each large part, one for all small ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
-import numpy as np
 import torch
 
+from gradwire.aggregate.messages.device_messages import DeviceMessages, is_on_device
 from gradwire.aggregate.messages.frame_coding import (
     MemorySlot,
     decode_frames,
     encode_frame,
     frame_seed,
-    join,
     most_frame_bytes,
     unusable_message,
 )
@@ -39,19 +39,34 @@ class ShardFrames:
     """Codes the parts of parameters that this rank sends to the owners of their shards.
 
     It owns the recipes, the ledger and the error memory (None if there is none). FSDP2 calls it from autograd's thread,
-    one module after the other; `end_step` commits what all of them wrote.
+    one module after the other; `end_step` commits what all of them wrote. Frames are made and decoded where the
+    gradients are if there are kernels for them, and the error memory is there, too.
     """
 
     def __init__(self, spec: Spec, sizes: Mapping[str, torch.Size], memory: PartErrorMemory | None):
         self.recipes, self.ledger, self.memory = ModelRecipes(spec), StepLedger(), memory
         self.recipes.know_model((name, torch.empty(size, device="meta")) for name, size in sizes.items())
         self.dense_bytes = 0  # of what was sent, in fp32
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._blocks: dict[int, torch.Tensor] = {}  # by receiver, for messages that the host makes
+        self._on_device = DeviceMessages()
 
     def plan(self, row: torch.Tensor, places: Sequence[PartPlace]) -> list[FramePlan]:
         """Return the frames of a row of FSDP2's flat buffer."""
         parts = whole_tensors([(place.name, row[place.row]) for place in places])
         return self.recipes.plan_frames(parts, self.ledger.steps)
+
+    def plan_rows(
+        self, rows: torch.Tensor, places: Sequence[Sequence[PartPlace]]
+    ) -> tuple[torch.Tensor, list[list[FramePlan]]]:
+        """Return the rows where they are coded, and the frames of each.
+
+        That is where they are, if kernels do all of it there. Otherwise it is on the CPU: its native kernels after one
+        copy are faster than plain torch on a GPU.
+        """
+        plans = [self.plan(row, of_row) for row, of_row in zip(rows, places, strict=True)]
+        if rows.is_cpu or is_on_device(list(chain(*plans))):
+            return rows, plans
+        return self.plan_rows(rows.cpu(), places)
 
     def end_step(self, finite: bool) -> None:
         """Commit the error memory, or roll it back if a gradient was not finite on any rank."""
@@ -67,63 +82,108 @@ class ShardFrames:
 
     # ── encoding ──
 
-    def room(self, rows: Sequence[list[FramePlan]]) -> torch.Tensor:
-        """Return a buffer for the messages of these rows, one after the other; the last exchange is through with it."""
-        needed = HEAD * len(rows) + sum(most_frame_bytes(plans) for plans in rows)
-        if len(self._block) < needed:
-            self._block = torch.empty(needed, dtype=torch.uint8)
-        return self._block
+    def encode(
+        self, receiver: int, plans: list[FramePlan], places: Sequence[PartPlace], sender: str, to: torch.device
+    ) -> torch.Tensor:
+        """Return a message, with room for its prefix; on the device `to` if it was made on a GPU.
 
-    def encode(self, plans: list[FramePlan], places: Sequence[PartPlace], sender: str, out: torch.Tensor) -> int:
-        """Write the frames to the front of `out`, and return their length. Takes note of whether they are finite.
-
-        `sender` tells apart the random numbers of different senders and receivers.
+        `sender` tells apart the random numbers of different senders and receivers. The message is valid until the next
+        one to this receiver. Takes note of whether its frames are finite.
         """
-        end, place_of = 0, {place.name: place for place in places}
+        place_of = {place.name: place for place in places}
         with self.ledger.encoding():
-            for plan in plans:
-                seed = frame_seed(self.ledger.steps, sender, plan.names[0])
-                gradients = [part.tensor for part in plan.parts]
-                length = encode_frame(plan, gradients, self._slots(plan, place_of), seed, out[end:])
-                header = headers.read_header(memoryview(out[end : end + length].numpy()))
-                self.ledger.note_finite(not header.nonfinite)
-                end += length
-        self.ledger.count_frame_bytes(end)
+            gradients = [[part.tensor for part in plan.parts] for plan in plans]
+            slots = [self._slots(plan, place_of) for plan in plans]
+            seeds = [frame_seed(self.ledger.steps, sender, plan.names[0]) for plan in plans]
+            found = None
+            if is_on_device(plans):
+                note = bytes([self.ledger.finite])
+                found = self._on_device.encode(receiver, plans, gradients, slots, seeds, note, to)
+            if found is not None:
+                message = found[0][: PREFIX + found[1]]
+            else:
+                message = self._encode_on_host(receiver, plans, gradients, slots, seeds)
+        self.ledger.count_frame_bytes(len(message) - HEAD)
         self.dense_bytes += sum(4 * n for plan in plans for n in plan.sizes)
-        return end
+        return message
 
-    def keep(self, plan: FramePlan, places: Sequence[PartPlace]) -> torch.Tensor:
-        """Return the entries of a plan that stays on this rank, and needs no frame.
+    def _encode_on_host(
+        self, receiver: int, plans: list[FramePlan], gradients: list[list[torch.Tensor]],
+        slots: list[list[MemorySlot]], seeds: list[int],
+    ) -> torch.Tensor:  # fmt: skip
+        needed, block = HEAD + most_frame_bytes(plans), self._blocks.get(receiver)
+        if block is None or len(block) < needed:
+            block = self._blocks[receiver] = torch.empty(needed, dtype=torch.uint8)
+        end = HEAD
+        for plan, tensors, memory, seed in zip(plans, gradients, slots, seeds, strict=True):
+            length = encode_frame(plan, tensors, memory, seed, block[end:])
+            header = headers.read_header(memoryview(block[end : end + length].numpy()))
+            self.ledger.note_finite(not header.nonfinite)
+            end += length
+        block[PREFIX] = self.ledger.finite
+        return block[:end]
+
+    def say_whether_finite(self, messages: Sequence[torch.Tensor]) -> None:
+        """Have all messages of an exchange, when all are encoded, say that not all of them are finite, if so."""
+        if not self.ledger.finite:
+            for message in messages:
+                message[PREFIX] = 0
+
+    def keep(self, row: torch.Tensor, plans: list[FramePlan], places: Sequence[PartPlace]) -> torch.Tensor:
+        """Return the row that stays on this rank, and needs no frames, as it is added to the sum.
 
         Error memory of it, from a run on another number of ranks, goes with it at once.
         """
-        kept = join([part.tensor for part in plan.parts])
-        kept = kept.to(sum_dtype(kept.dtype), copy=True)
+        kept = row.to(sum_dtype(row.dtype), copy=True)
         self.ledger.note_finite(bool(torch.isfinite(kept).all()))
-        slots = self._slots(plan, {place.name: place for place in places})
-        for entries, (before, after, factor) in zip(kept.split(plan.sizes), slots, strict=False):
-            entries.add_(before.float(), alpha=plan.recipe.decay * factor)
-            after.zero_()
+        place_of = {place.name: place for place in places}
+        for plan in plans:
+            entries = [kept[place_of[name].row] for name in plan.names]
+            for part, (before, after, factor) in zip(entries, self._slots(plan, place_of), strict=False):
+                part.add_(before.float() * (plan.recipe.decay * factor))  # rounded twice, on every device
+                after.zero_()
         return kept
 
     def _slots(self, plan: FramePlan, place_of: dict[str, PartPlace]) -> list[MemorySlot]:
         if self.memory is None or not plan.recipe.decay:
             return []
         places = [place_of[name] for name in plan.names]
-        return [MemorySlot(*self.memory.at(place.name, place.memory, place.entries)) for place in places]
+        device = plan.parts[0].tensor.device
+        return [MemorySlot(*self.memory.at(place.name, place.memory, place.entries, device)) for place in places]
 
     # ── decoding ──
 
+    def open(self, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the frames of the messages of all ranks, and take note of whether these are finite."""
+        for sender, message in enumerate(arrived):
+            if not len(message):
+                raise unusable_message(sender, FrameError("an empty message"))
+        flags = torch.cat([message[:FLAG].to(arrived[0].device) for message in arrived])
+        self.ledger.note_finite(bool(flags.all()))
+        return [message[FLAG:] for message in arrived]
+
     def decode(
-        self, sender: int, message: np.ndarray, plans: list[FramePlan], targets: list[torch.Tensor], weight: float,
+        self, sender: int, message: torch.Tensor, plans: list[FramePlan], targets: list[torch.Tensor], weight: float,
         accumulate: bool,
     ) -> None:  # fmt: skip
         """Add a rank's frames, times `weight`, to the targets, or put them there."""
-        if not len(message):
-            raise unusable_message(sender, FrameError("an empty message"))
         with self.ledger.decoding():
-            finite = decode_frames(sender, message[FLAG:], plans, targets, weight, accumulate)
-        self.ledger.note_finite(finite and bool(message[0]))
+            frames = message.cpu().numpy()
+            self.ledger.note_finite(decode_frames(sender, frames, plans, targets, weight, accumulate))
+
+    def decode_on_device(
+        self, messages: Sequence[torch.Tensor], plans: list[FramePlan], dtype: torch.dtype, weight: float,
+        accumulate: bool,
+    ) -> bool:  # fmt: skip
+        """Add the frames of ranks, each times `weight`, to the tensors of the plans, or put them there.
+
+        `dtype` is that of what was encoded. False says that the host has to do all of it.
+        """
+        if not messages:
+            return True
+        with self.ledger.decoding():
+            present = [[True] * sum(len(plan.parts) for plan in plans)] * len(messages)
+            return self._on_device.add_up(plans, messages, present, weight, dtype, accumulate)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -43,6 +43,12 @@ class FrameTarget:
 
     converter: Converter
     tensors: Sequence[torch.Tensor]
+    frame_dtype: torch.dtype | None = None  # of what was encoded, if the tensors have another
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that frames have."""
+        return self.frame_dtype or self.tensors[0].dtype
 
 
 @dataclass
@@ -71,20 +77,23 @@ class MessageDecoder:
 
     def average(
         self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
-        weight: float,
+        weight: float, adds: bool = False,
     ) -> Decoded:  # fmt: skip
-        """Write weight · (sum over all messages, in their order) to the tensors.
+        """Write the sum of weight · message over all messages, in their order, to the tensors, or add it to them.
 
         `present` has a flag for each tensor of all frames, for each message: whether the message carries it.
         """
         families = [family_of(frame.converter) for frame in frames]
         flags = tuple(map(tuple, present))
-        key = (flags, *((id(f.converter), f.tensors[0].dtype, tuple(t.numel() for t in f.tensors)) for f in frames))
+        key = (
+            flags,
+            *((id(f.converter), f.dtype, f.tensors[0].dtype, tuple(t.numel() for t in f.tensors)) for f in frames),
+        )
         layout = self._layouts.get(key)
         if layout is None:
             assert all(family is not None for family in families), "the caller has asked can_encode"
             layout = self._layouts[key] = _DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
-        layout.prepare(frames, messages, weight)
+        layout.prepare(frames, messages, weight, adds)
         layout.launch()
         event = None
         if self.device.type == "cuda":
@@ -129,7 +138,7 @@ class _DecodeLayout:
                     self._own.append(own)
                     arrivals.append({
                         "count": first, "most": most, "message": rank, "index": index, "segments": segment,
-                        "codec": frame.converter.wire_id, "dtype": DTYPES[frame.tensors[0].dtype],
+                        "codec": frame.converter.wire_id, "dtype": DTYPES[frame.dtype],
                     })  # fmt: skip
                     index += 1
                     self._known.append(family.arrival(frame.converter, lengths))
@@ -207,7 +216,9 @@ class _DecodeLayout:
             for (family, where), at in zip(lists.items(), lists_at.values(), strict=True)
         ]
 
-    def prepare(self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float) -> None:
+    def prepare(
+        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float, adds: bool
+    ) -> None:
         """Tell the device where the messages and the tensors of this step are."""
         if self._version != self.workspace.version:
             self._place()
@@ -215,7 +226,7 @@ class _DecodeLayout:
             *((m.data_ptr(), m.numel()) for m in messages), strict=True
         )
         self.targets["out"] = [t.data_ptr() for frame in frames for t in frame.tensors]
-        self.job["weight"] = weight
+        self.job["weight"], self.job["adds"] = weight, adds
         view = self._host.numpy()
         view[self._status_at : self._status_at + STATUS.itemsize] = 0
         for at, array in self._parts:

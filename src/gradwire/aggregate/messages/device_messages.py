@@ -8,6 +8,7 @@ returning None or False, with nothing changed that counts.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 import torch
 
@@ -57,12 +58,13 @@ class DeviceMessages:
         The new error memory is written. None says that the host has to encode the message: it holds a NaN or an
         infinity, or is longer than expected.
         """
+        wide = [[_in_fp32(slot) for slot in slots] for slots in memory]
         tasks = [
             gpu.FrameTask(
                 plan.codec.converter, _tensor_tasks(tensors, slots),
                 tuple(tensors[0].shape) if len(tensors) == 1 else (sum(plan.sizes),), plan.recipe.decay, seed,
             )
-            for plan, tensors, slots, seed in zip(plans, gradients, memory, seeds, strict=True)
+            for plan, tensors, slots, seed in zip(plans, gradients, wide, seeds, strict=True)
         ]  # fmt: skip
         device = gradients[0][0].device
         coder = self._coder(device)
@@ -70,6 +72,9 @@ class DeviceMessages:
         length = coder.encoder.encode(tasks, out).wait()
         if length is None:
             return None
+        for slot, written in zip(chain(*memory), chain(*wide), strict=True):
+            if written is not slot:
+                slot.after.copy_(written.after)
         start = PREFIX + len(note)
         block = self._block(key, start + length, to, pinned=device.type == "cuda")
         if note:
@@ -92,9 +97,22 @@ class DeviceMessages:
 
         `present` tells for each message which parts it carries.
         """
-        targets = [gpu.FrameTarget(plan.codec.converter, [part.entries for part in plan.parts]) for plan in plans]
+        return self.add_up(plans, messages, present, 1 / len(messages))
+
+    def add_up(
+        self, plans: Sequence[FramePlan], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
+        weight: float, frame_dtype: torch.dtype | None = None, adds: bool = False,
+    ) -> bool:  # fmt: skip
+        """Put the sum of these messages, each times `weight`, into the tensors of the plans, or add it to them.
+
+        `frame_dtype` is what was encoded, where sums have another dtype. False says that the host has to do it, from
+        the beginning: the tensors hold anything then.
+        """
+        targets = [
+            gpu.FrameTarget(plan.codec.converter, [part.entries for part in plan.parts], frame_dtype) for plan in plans
+        ]
         coder = self._coder(plans[0].parts[0].tensor.device)
-        return coder.decoder.average(targets, coder.here(messages), present, 1 / len(messages)).wait()
+        return coder.decoder.average(targets, coder.here(messages), present, weight, adds).wait()
 
 
 class _DeviceCoder:
@@ -117,6 +135,13 @@ class _DeviceCoder:
             result[-1].copy_(message, non_blocking=True)
             at += -(-len(message) // 64) * 64 + 64
         return result
+
+
+def _in_fp32(slot: MemorySlot) -> MemorySlot:
+    """Return the slot, or one of fp32 tensors in place of narrower ones: kernels know no other memory."""
+    if slot.before.dtype == torch.float32:
+        return slot
+    return MemorySlot(slot.before.float(), torch.empty_like(slot.after, dtype=torch.float32), slot.factor)
 
 
 def _tensor_tasks(gradients: Sequence[torch.Tensor], slots: Sequence[MemorySlot]) -> list[gpu.TensorTask]:

@@ -165,9 +165,9 @@ class Link:
 
         The caller counts what was received (`count_received`): it may be less than the room for it (`exact_lengths`).
         """
-        filled = [part for part in parts if len(part)]
-        blocks = filled[0] if len(filled) == 1 else torch.cat(filled) if filled else parts[0]
-        blocks = blocks.to(self.device)
+        # Of a rank's messages some may be on a GPU, and others, which the host had to make, in its memory.
+        filled = [part.to(self.device) for part in parts if len(part)]
+        blocks = filled[0] if len(filled) == 1 else torch.cat(filled) if filled else parts[0].to(self.device)
         sizes_out = [len(part) for part in parts]
         self.bytes_sent += (len(blocks) - sizes_out[self.rank]) * blocks.element_size()
         return into, self._started(dist.all_to_all_single, into, blocks, list(sizes_in), sizes_out)

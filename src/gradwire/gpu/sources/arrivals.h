@@ -55,6 +55,8 @@ struct DecodeJob {
     const void* formats;  // levels and masses of the float formats by their number on the wire
     int message_count, arrival_count, target_count;
     float weight;
+    int adds;             // whether the sum begins with what the targets hold
+    int spare;
 };
 
 // Reads a frame without ever leaving it: beyond its end everything is 0, and `bad` is set.
@@ -101,4 +103,22 @@ __device__ __forceinline__ float rounded(float x, int dtype) {
 __device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
     if (dtype == FP32) static_cast<float*>(out)[i] = x;
     else static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
+}
+
+// What a thread's sixteen entries of a tile, four from `begin` on and from every 1024 behind it, hold before they are
+// summed: those of the target if `adds`, and else zero.
+template <int DTYPE>
+__device__ __forceinline__ void sum_so_far(const Target& target, i64 begin, i64 end, bool adds, float* sum) {
+    bool aligned = DTYPE == FP32 && !((u64)(target.out) & 15);
+#pragma unroll
+    for (int h = 0; h < 4; h++) {
+        i64 i = begin + 1024 * h;
+        if (adds && aligned && i + 4 <= end) {
+            float4 held = *reinterpret_cast<const float4*>(static_cast<const float*>(target.out) + i);
+            sum[4 * h] = held.x, sum[4 * h + 1] = held.y, sum[4 * h + 2] = held.z, sum[4 * h + 3] = held.w;
+            continue;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum[4 * h + k] = adds && i + k < end ? load(target.out, i + k, DTYPE) : 0.0f;
+    }
 }

@@ -544,7 +544,7 @@ __device__ __forceinline__ void place_apart(const Arrival& arrival, Source sourc
     for (u32 k = index[0] + threadIdx.x; k < index[2]; k += 256) {
         i64 at = i64(listed[k].position) - start;
         if (at < 0 || at >= kCombined) continue;
-        float value = received(__fmul_rn(listed[k].level, arrival.steps[source.segment]), DTYPE);
+        float value = received(__fmul_rn(listed[k].level, arrival.steps[source.segment]), arrival.dtype);
         apart[at] = rounded(weight != 1.0f ? __fmul_rn(value, weight) : value, DTYPE);
     }
 }
@@ -555,9 +555,8 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
     int tid = threadIdx.x;
     float weight = job->weight, sum[16];
     i64 begin = tile * kCombined + 4 * tid;
-    bool any = false;
-#pragma unroll
-    for (int k = 0; k < 16; k++) sum[k] = 0;
+    bool any = job->adds;
+    sum_so_far<DTYPE>(target, begin, target.count, any, sum);
     for (int rank = 0; rank < job->message_count; rank++) {
         Source source = target.sources[rank];
         if (source.arrival < 0) continue;
@@ -576,7 +575,7 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
             }
         }
         __syncthreads();
-        float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), DTYPE);
+        float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), arrival.dtype);
         if (weight != 1.0f) value = __fmul_rn(value, weight);
         values[tid] = target.rounds ? rounded(value, DTYPE) : value;
         if (APART) place_apart<DTYPE>(arrival, source, tile, weight, apart);

@@ -49,9 +49,8 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
     float weight = job->weight, sum[16];
     i64 from = tile * kCombined, end = from + kCombined < target.count ? from + kCombined : target.count;
     i64 begin = from + 4 * tid;
-    bool any = false, sound = true;
-#pragma unroll
-    for (int k = 0; k < 16; k++) sum[k] = 0;
+    bool any = job->adds, sound = true;
+    sum_so_far<DTYPE>(target, begin, end, any, sum);
     for (int rank = 0; rank < job->message_count; rank++) {
         Source source = target.sources[rank];
         if (source.arrival < 0) continue;
@@ -80,7 +79,7 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
             int b = j / s, k = j - b * s;
             i64 left = part.length - ((first + b) << shift), n = left < i64(1) << shift ? left : i64(1) << shift;
             float value = received(level_of(plan, arrival.rest + part.numbers + (first + b) * item, n, k, &sound),
-                                   DTYPE);
+                                   arrival.dtype);
             values[j] = weight != 1.0f ? __fmul_rn(value, weight) : value;
         }
         __syncthreads();

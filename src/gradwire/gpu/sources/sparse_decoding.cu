@@ -156,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(256) combine_sparse(DecodeJob* job,
     float weight = job->weight;
     i64 begin = i64(where.index) * kSparseTile;
     int size = target.count - begin < kSparseTile ? int(target.count - begin) : kSparseTile;
-    for (int k = tid; k < kSparseTile; k += 256) sums[k] = 0;
-    bool any = false;
+    bool any = job->adds;
+    for (int k = tid; k < kSparseTile; k += 256) sums[k] = any && k < size ? load(target.out, begin + k, dtype) : 0.0f;
     for (int base = 0; base < job->message_count; base += 256) {
         int ranks = job->message_count - base < 256 ? job->message_count - base : 256;
         __syncthreads();
