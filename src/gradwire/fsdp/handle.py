@@ -145,7 +145,7 @@ class FSDPHandle:
         return 2 * self.frames.memory.dtype.itemsize * sum(size.numel() for size in sizes)
 
     @property
-    def codes_on_gpu(self) -> bool:
+    def _codes_on_gpu(self) -> bool:
         """Whether there are kernels for the recipes of all parameters on the GPU where these are."""
         kind = self._modules[0].place[0]
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -215,7 +215,7 @@ def attach(
     object.__setattr__(model, "_gradwire_fsdp", handle)  # not a parameter, not a module
     if dist.get_rank() == 0 and handle.memory_bytes:
         advice = " (memory='bf16' halves it, memory='none' does without)" if memory == "fp32" else ""
-        where = "GPU" if handle.codes_on_gpu else "host"
+        where = "GPU" if handle._codes_on_gpu else "host"
         _log.warning("error memory: %.1f MB of %s memory on each rank%s", handle.memory_bytes / 1e6, where, advice)
     return handle
 
