@@ -48,9 +48,9 @@ class PartErrorMemory:
         if len(memory) != entries:
             raise GradwireError(f"error memory of {name!r} has {len(memory)} entries, its gradient {entries}")
         if memory.device != device:  # of a checkpoint, or of a recipe without kernels for that device
-            for memories in (self._memory, self._spare):
-                memories |= {name: memories[name].to(device)} if name in memories else {}
-            memory = self._memory[name]
+            memory = self._memory[name] = memory.to(device)
+            if name in self._spare:
+                self._spare[name] = self._spare[name].to(device)
         if name not in self._spare:
             self._spare[name] = memory.clone()  # parts with another recipe, without memory, stay as they are
         return memory[part], self._spare[name][part], self.scale / self._scales[name]
