@@ -6,6 +6,7 @@ goes to the receiver for: one for each large part, one for all small ones.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -31,6 +32,7 @@ from gradwire.frame import headers
 from gradwire.fsdp.part_error_memory import PartErrorMemory
 from gradwire.fsdp.shard_layout import PartPlace
 
+MEMORY_BYTES = 8  # an entry: the error memory before the step and after it
 FLAG = 1  # byte before the frames
 HEAD = PREFIX + FLAG
 
@@ -49,6 +51,7 @@ class ShardFrames:
         self.dense_bytes = 0  # of what was sent, in fp32
         self._blocks: dict[int, torch.Tensor] = {}  # by receiver, for messages that the host makes
         self._on_device = DeviceMessages()
+        self._fits: bool | None = None  # whether the error memory has room on the GPU; known from the first step on
 
     def plan(self, row: torch.Tensor, places: Sequence[PartPlace]) -> list[FramePlan]:
         """Return the frames of a row of FSDP2's flat buffer."""
@@ -60,13 +63,32 @@ class ShardFrames:
     ) -> tuple[torch.Tensor, list[list[FramePlan]]]:
         """Return the rows where they are coded, and the frames of each.
 
-        That is where they are, if kernels do all of it there. Otherwise it is on the CPU: its native kernels after one
-        copy are faster than plain torch on a GPU.
+        That is where they are, if kernels do all of it there and the GPU has room for the error memory. Otherwise it is
+        on the CPU: its native kernels after one copy are faster than plain torch on a GPU.
         """
         plans = [self.plan(row, of_row) for row, of_row in zip(rows, places, strict=True)]
-        if rows.is_cpu or is_on_device(list(chain(*plans))):
+        if rows.is_cpu or (is_on_device(list(chain(*plans))) and self._memory_fits(rows.device)):
             return rows, plans
         return self.plan_rows(rows.cpu(), places)
+
+    def _memory_fits(self, device: torch.device) -> bool:
+        """Tell whether the error memory takes at most half of what the GPU has free at the first step.
+
+        It has the size of the whole model, twice, on every rank: whoever shards a model because it is too large for one
+        GPU must not run out of memory by it.
+        """
+        if self._fits is None:
+            needed = MEMORY_BYTES * self.recipes.total if self.memory is not None else 0
+            free, _ = torch.cuda.mem_get_info(device)
+            self._fits = needed <= free // 2
+            if not self._fits:
+                warnings.warn(
+                    f"gradwire keeps its error memory ({needed / 2**30:.1f} GiB) in the host's memory and codes there, "
+                    f"since {device} has {free / 2**30:.1f} GiB free: this is slower; a recipe with decay=0 has none",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self._fits
 
     def end_step(self, finite: bool) -> None:
         """Commit the error memory, or roll it back if a gradient was not finite on any rank."""
