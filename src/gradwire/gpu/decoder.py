@@ -29,6 +29,7 @@ from gradwire.gpu.structures import (
     SOURCE,
     STATUS,
     TARGET,
+    UNUSUAL,
 )  # fmt: skip
 from gradwire.gpu.workspace import Workspace, host_bytes
 from gradwire.models import gennorm_tables
@@ -121,6 +122,7 @@ class _DecodeLayout:
         arrivals: list[dict[str, int]] = []
         self._own: list[int] = []  # bytes of scratch for each arrival
         self._known: list[np.ndarray | None] = []  # what families say about each arrival
+        self._lengths: list[int] = []  # of the segments of all arrivals
         self._of_family: dict[Family, list[int]] = {}
         for rank in range(self.ranks):
             index = target = 0
@@ -142,6 +144,7 @@ class _DecodeLayout:
                     })  # fmt: skip
                     index += 1
                     self._known.append(family.arrival(frame.converter, lengths))
+                    self._lengths += lengths
         target = 0
         for frame, family in zip(frames, families, strict=True):
             for tensor in frame.tensors:
@@ -154,6 +157,7 @@ class _DecodeLayout:
         for row, values in zip(self.arrivals, arrivals, strict=True):
             for name, value in values.items():
                 row[name] = value
+        self._senders = {a["message"] for a in arrivals}  # ranks that have a frame
         most = max((a["count"] for a in arrivals), default=1)
         self.blocks = max(1, min(-(-most // BLOCK_ENTRIES), 1024))
 
@@ -182,12 +186,16 @@ class _DecodeLayout:
         lists = {family: pairs(tiles, rows) for family, rows in self._of_family.items()}
         static = Blob()
         arrivals_at, sources_at = static.add(self.arrivals), static.add(self.sources)
+        lengths_at = static.add(np.array(self._lengths, np.uint64))
         known = {id(what): what for what in self._known if what is not None}  # ranks share what is the same
         known_at = {key: static.add(what) for key, what in known.items()}
         lists_at = {family: static.add(where) for family, where in lists.items()}
         self._static = torch.empty(static.size, dtype=torch.uint8, device=self.device)
         base = self._static.data_ptr()
+        before = 0
         for row, what in zip(self.arrivals, self._known, strict=True):
+            row["lengths"] = base + lengths_at + 8 * before
+            before += int(row["segments"])
             if what is not None:
                 row["own"] = base + known_at[id(what)]
         host = host_bytes(static.size, torch.device("cpu"))
@@ -229,6 +237,8 @@ class _DecodeLayout:
         self.job["weight"], self.job["adds"] = weight, adds
         view = self._host.numpy()
         view[self._status_at : self._status_at + STATUS.itemsize] = 0
+        if any(m.numel() for rank, m in enumerate(messages) if rank not in self._senders):  # nobody looks at these
+            view[self._status_at : self._status_at + STATUS.itemsize].view(STATUS)["bits"] = UNUSUAL
         for at, array in self._parts:
             view[at : at + array.nbytes] = array.view(np.uint8)
         self._dynamic.copy_(self._host, non_blocking=True)

@@ -48,11 +48,11 @@ ALL = (TENSOR, FIT, STREAM_, PIECE, FRAME, STATUS, WHERE, JOB)
 
 MESSAGE = _structure(bytes="u8", length="u8")
 ARRIVAL = _structure(
-    symbols="u8", offsets="u8", table="u8", steps="u8", own="u8", count="i8", most="i8", message="i4", index="i4",
-    segments="i4", codec="i4", dtype="i4", family="i4", coder="i4", precision="i4", lane_bits="i4", chunks="i4",
-    constant="i4", alphabet="i4", chunk_size="i8", symbol_count="i8", frame="u8", length="u8", chunk_lengths="u8",
-    data="u8", data_length="u8", rest="u8", rest_length="u8", crc="u4", checked="u4", checks="u4", broken="u4",
-    levels=("f4", SYMBOLS),
+    symbols="u8", offsets="u8", table="u8", steps="u8", lengths="u8", own="u8", count="i8", most="i8", message="i4",
+    index="i4", segments="i4", codec="i4", dtype="i4", family="i4", coder="i4", precision="i4", lane_bits="i4",
+    chunks="i4", constant="i4", alphabet="i4", chunk_size="i8", symbol_count="i8", frame="u8", length="u8",
+    chunk_lengths="u8", data="u8", data_length="u8", rest="u8", rest_length="u8", crc="u4", checked="u4", checks="u4",
+    broken="u4", levels=("f4", SYMBOLS),
 )  # fmt: skip
 SOURCE = _structure(arrival="i4", segment="i4", first="i8")
 TARGET = _structure(out="u8", count="i8", sources="u8", dtype="i4", rounds="i4", first_tile="i8")

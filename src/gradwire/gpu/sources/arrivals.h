@@ -13,6 +13,7 @@ struct Arrival {          // one frame of one rank
     u64* offsets;         // of its chunks; room for count / 64 + 1 of them
     u32* table;           // room for 2^14 entries: what every slot of the coder means
     float* steps;         // of its segments
+    const u64* lengths;   // of its segments, in entries
     u8* own;              // scratch that its family asked for
     i64 count;            // entries that it must have
     i64 most;             // entries that a sparse frame may send

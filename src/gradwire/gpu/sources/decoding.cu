@@ -9,6 +9,7 @@
 
 const int kBetas = 128, kFormats = 6;
 const u32 kLow = 1u << 14;
+const u64 kMostElements = (u64(1) << 48) - 1;
 const int kFineSlots = 4096;  // words that the symbols of 2^14 slots take
 
 struct FormatTable {      // of a float format; decoder.py makes it
@@ -29,7 +30,11 @@ __device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) 
         reader.skip(4);
         payload = reader.varint();
         u64 elements = 1;
-        for (int d = 0; d < rank; d++) elements *= reader.varint();
+        for (int d = 0; d < rank; d++) {
+            u64 size = reader.varint();
+            if (i < arrival.index) continue;
+            if (!size || size > kMostElements / elements) reader.bad = true; else elements *= size;
+        }
         if (i == arrival.index && elements != u64(arrival.count)) reader.bad = true;
         if (i < arrival.index) reader.skip(payload);
     }
@@ -39,6 +44,9 @@ __device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) 
         return reader;
     }
     reader.end = reader.at + payload;
+    // Nothing may follow the last frame of a message.
+    bool last = &arrival - job->arrivals == job->arrival_count - 1 || (&arrival)[1].message != arrival.message;
+    if (last && reader.end != message.length) reader.bad = true;
     u8 kind = frame[3];
     *segmented = kind >> 4 == 2;
     bool expected = frame[0] == 'G' && frame[1] == 'W' && frame[2] == 1 && (kind & 15) == arrival.codec &&
@@ -191,12 +199,10 @@ __device__ void find_chunks(DecodeJob* job, Arrival& arrival, Reader& reader) {
 // The step of the frame, or of each of its segments; by one thread.
 __device__ void read_steps(Arrival& arrival, Reader& reader) {
     if (arrival.segments > 1 && reader.varint() != u64(arrival.segments)) reader.bad = true;
-    u64 sum = 0;
     for (int k = 0; k < arrival.segments && !reader.bad; k++) {
-        if (arrival.segments > 1) sum += reader.varint();
+        if (arrival.segments > 1 && reader.varint() != arrival.lengths[k]) reader.bad = true;
         if (!read_step(reader, arrival.steps + k)) reader.bad = true;
     }
-    if (arrival.segments > 1 && sum != u64(arrival.count)) reader.bad = true;
 }
 
 __device__ void parse_minifloat(DecodeJob* job, Arrival& arrival, Reader& reader) {

@@ -55,7 +55,7 @@ extern "C" __global__ void join_gaps(DecodeJob* job, i64 blocks) {
     Arrival& arrival = job->arrivals[blockIdx.x / blocks];
     if (arrival.codec != 5) return;
     SparseArrival& s = sparse_of(arrival);
-    if (!s.count || !s.sound) return;
+    if (arrival.broken || !s.count || !s.sound) return;  // of a frame without a header, these are the last one's
     GapChunk* chunks = chunks_of(arrival);
     u32 *positions = positions_of(arrival), classes = u32(arrival.alphabet);
     for (i64 chunk = blockIdx.x % blocks; chunk < chunk_count(s); chunk += blocks) {
@@ -103,7 +103,7 @@ extern "C" __global__ void place_entries(DecodeJob* job, i64 blocks) {
     Arrival& arrival = job->arrivals[blockIdx.x / blocks];
     if (arrival.codec != 5) return;
     SparseArrival& s = sparse_of(arrival);
-    if (!s.count || s.sound != 2) return;
+    if (arrival.broken || !s.count || s.sound != 2) return;
     u32 *positions = positions_of(arrival), *firsts = firsts_of(arrival);
     float* values = values_of(arrival);
     const u8* from = arrival.rest + s.low_bytes;
