@@ -52,9 +52,12 @@ __device__ __forceinline__ float load(const void* tensor, i64 i, int dtype) {
     return dtype == FP16 ? half_to_float(bits) : bf16_to_float(bits);
 }
 
-// u = g + decay·e, each operation rounded.
+// g + decay·e, each operation rounded. It is finite only if both are: what is limited does not tell, as a NaN is lost.
+__device__ __forceinline__ float sum_of(float g, float e, float decay) { return __fadd_rn(g, __fmul_rn(e, decay)); }
+
+// u = g + decay·e, within the range of fp32.
 __device__ __forceinline__ float compensated(float g, float e, float decay) {
-    return limited(__fadd_rn(g, __fmul_rn(e, decay)), kFloatMax);
+    return limited(sum_of(g, e, decay), kFloatMax);
 }
 
 __device__ __forceinline__ float compensated_at(const Tensor& t, i64 i) {

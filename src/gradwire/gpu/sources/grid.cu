@@ -121,8 +121,9 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, const Scratc
             float left[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                finite &= is_finite(g[4 * h + k]);
-                float u = before ? compensated(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k];
+                float sum = before ? sum_of(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k];
+                finite &= is_finite(sum);
+                float u = before ? limited(sum, kFloatMax) : sum;
                 float y = __fmul_rn(u, inverse), m = magnitude_of(y, shift);
                 bool negative = y < 0, here = whole || i + k < end;
                 // The value is that of the multiple, whether it has a symbol or is an outlier.

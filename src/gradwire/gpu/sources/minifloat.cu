@@ -260,7 +260,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts)
     u8* symbols = job->symbols + t.first;
     const bool words = !((u64)(symbols) & 3);  // segments begin anywhere
     i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
-    u32 largest_bits = 0;  // of |g|: beyond those of the finite numbers if one is not finite
+    u32 largest_bits = 0;  // of |g + decay·e|: beyond those of the finite numbers if one is not finite
     FewCounts few = {0, 0, 0};
     for (i64 base = begin; base < end; base += 2048) {
         float g[8], e[8];
@@ -291,8 +291,9 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, u32* counts)
             float left[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                largest_bits = max(largest_bits, __float_as_uint(g[4 * h + k]) & 0x7fffffffu);
-                float u = before ? compensated(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k], level;
+                float sum = before ? sum_of(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k], level;
+                largest_bits = max(largest_bits, __float_as_uint(sum) & 0x7fffffffu);
+                float u = before ? limited(sum, kFloatMax) : sum;
                 float y = __fmul_rn(u, inverse);
                 u32 index = nearest(rounding, y, &level), sign = __float_as_uint(y) & 0x80000000u;
                 float value = received(__fmul_rn(level, step), dtype);

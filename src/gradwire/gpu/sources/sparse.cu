@@ -190,10 +190,10 @@ extern "C" __global__ void __launch_bounds__(256, 3) gather(Job* job, const Wher
             i64 i = first + j * 128;
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                finite &= is_finite(u[j][k]);
-                if (remembers) u[j][k] = compensated(u[j][k], e[j - half][k], decay);
+                if (remembers) u[j][k] = sum_of(u[j][k], e[j - half][k], decay);
+                finite &= is_finite(u[j][k]);  // what comes from the memory may be a NaN, too
+                if (remembers) u[j][k] = limited(u[j][k], kFloatMax);
                 u32 bits = __float_as_uint(u[j][k]), magnitude = bits & kMagnitude;
-                finite &= magnitude <= 0x7f800000u;  // not a NaN that came from the memory
                 bool candidate = magnitude >= (bits >> 31 ? least_negative : least);
                 mask |= u32(candidate) << (4 * j + k);
                 negative += candidate & bits >> 31;
