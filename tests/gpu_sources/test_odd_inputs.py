@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import gradwire
+from gradwire.gpu import workspace
+from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder
 from gradwire.gpu.families import FrameTask, TensorTask
 from support.cuda_on_cpu import cuda_on_cpu
@@ -40,6 +42,19 @@ def test_a_memory_that_is_not_finite_leaves_the_message_to_the_host(spec: str) -
             damaged = memory.clone()
             damaged[place] = bad
             assert length_of(spec, gradient, damaged) is None
+
+
+def test_only_some_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which parameters have a gradient may differ in every step, for ever."""
+    monkeypatch.setattr(workspace, "MOST_LAYOUTS", 3)
+    codec, encoder, decoder = gradwire.codec("co3"), MessageEncoder(CPU), MessageDecoder(CPU)
+    for size in (100, 200, 300, 400, 500, 100, 300):
+        out, mean = torch.empty(8192, dtype=torch.uint8), torch.empty(size)
+        task = FrameTask(codec.converter, [TensorTask(torch.linspace(-1, 1, size))], (size,))
+        length = encoder.encode([task], out).wait()
+        assert decoder.average([FrameTarget(codec.converter, [mean])], [out[:length]], [[True]], 1.0).wait()
+        assert torch.equal(mean, gradwire.decode(bytes(out[:length].numpy())))
+        assert len(encoder._layouts) <= 3 and len(decoder._layouts) <= 3
 
 
 @pytest.mark.parametrize("spec", SPECS)

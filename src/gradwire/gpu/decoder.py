@@ -31,7 +31,7 @@ from gradwire.gpu.structures import (
     TARGET,
     UNUSUAL,
 )  # fmt: skip
-from gradwire.gpu.workspace import Workspace, host_bytes
+from gradwire.gpu.workspace import Workspace, host_bytes, make_room
 from gradwire.models import gennorm_tables
 from gradwire.small_float_formats import PRESETS
 
@@ -93,6 +93,7 @@ class MessageDecoder:
         layout = self._layouts.get(key)
         if layout is None:
             assert all(family is not None for family in families), "the caller has asked can_encode"
+            make_room(self._layouts)
             layout = self._layouts[key] = _DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
         layout.prepare(frames, messages, weight, adds)
         layout.launch()

@@ -20,7 +20,7 @@ from gradwire.gpu.levels import LEVEL_FAMILIES
 from gradwire.gpu.minifloat import MinifloatFamily
 from gradwire.gpu.sparse import SparseFamily
 from gradwire.gpu.structures import NONFINITE, STATUS
-from gradwire.gpu.workspace import Workspace
+from gradwire.gpu.workspace import Workspace, make_room
 
 FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
 FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily(), *LEVEL_FAMILIES)
@@ -88,6 +88,7 @@ class MessageEncoder:
         )
         layout = self._layouts.get(key)
         if layout is None:
+            make_room(self._layouts)
             layout = self._layouts[key] = MessageLayout(tasks, families, self.workspace, self._formats)
         layout.prepare(tasks, families, out)
         for family, batch in layout.batches.items():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+MOST_LAYOUTS = 256  # that are kept: which parameters get a gradient may differ in every step
 
 
 class Workspace:
@@ -23,6 +27,12 @@ class Workspace:
             buffer = self._buffers[name] = torch.zeros(grown, dtype=torch.uint8, device=self.device)
             self.version += 1
         return buffer
+
+
+def make_room(layouts: dict[tuple[object, ...], Any]) -> None:
+    """Forget the oldest layout, if there are too many; it is made again if its message comes again."""
+    if len(layouts) >= MOST_LAYOUTS:
+        del layouts[next(iter(layouts))]
 
 
 def host_bytes(size: int, device: torch.device) -> torch.Tensor:
