@@ -198,7 +198,9 @@ extern "C" __global__ void try_steps(Job* job, const Where* parts) {
     __syncthreads();
     double errors[2 * kSteps];  // on all of the sample, and on the part that proposes
     for (int j = 0; j < 2 * kSteps; j++) errors[j] = 0;
-    int stride = fit.sampled / kScanned > 1 ? fit.sampled / kScanned : 1;
+    // Zeros cost no error at any step, so that only the others count: of a few numbers all propose.
+    int stride = int(fit.nonzero < u64(fit.sampled) ? fit.nonzero : u64(fit.sampled)) / kScanned;
+    stride = stride > 1 ? stride : 1;
     for (int k = threadIdx.x; k < kPart; k += 256) {
         int at = where.index * kPart + k;
         float u = at < fit.sampled ? t.sample[at] : 0.0f;
