@@ -34,7 +34,10 @@ def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     """
     nvrtc = _library()
     key = hashlib.sha256("\0".join([source, architecture, *OPTIONS, str(_version(nvrtc))]).encode()).hexdigest()
-    kept = _cache_folder() / f"{Path(name).stem}-{architecture}-{key[:24]}.cubin"
+    folder = _cache_folder()
+    if folder is None:
+        return _compiled(nvrtc, source, name, architecture)
+    kept = folder / f"{Path(name).stem}-{architecture}-{key[:24]}.cubin"
     with contextlib.suppress(OSError):
         return kept.read_bytes()
     cubin = _compiled(nvrtc, source, name, architecture)
@@ -47,8 +50,12 @@ def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     return cubin
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _cache_folder() -> Path | None:
+    """Return the folder; None for a user without a home, as in some containers."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(base) / "gradwire" / "cubin"
 
 
@@ -95,9 +102,11 @@ def _check(nvrtc: ctypes.CDLL, status: int) -> None:
 def _library() -> ctypes.CDLL:
     for path in _candidates():
         try:
-            return ctypes.CDLL(path)
+            library = ctypes.CDLL(path)
         except OSError:
             continue
+        if hasattr(library, "nvrtcGetCUBIN"):  # not before CUDA 11.1
+            return library
     raise CompilerMissing("NVRTC (libnvrtc.so) is not here: install nvidia-cuda-nvrtc of your PyTorch's CUDA version")
 
 

@@ -77,7 +77,7 @@ def can_run(device: torch.device) -> bool:
         if capability < OLDEST:
             raise GradwireError(f"compute capability {capability[0]}.{capability[1]} is older than 7.0")
         kernel("probe", "probe", device)
-    except (GradwireError, OSError) as error:
+    except (GradwireError, OSError, RuntimeError) as error:  # torch raises RuntimeError where CUDA does not work
         warnings.warn(
             f"gradwire codes gradients of {device} on the CPU, which is slower: {error}", RuntimeWarning, stacklevel=2
         )
