@@ -1,0 +1,226 @@
+"""Training whose messages are made on the GPU: two real ranks, with the GPU's kernels on the CPU.
+
+Parameters and memories have to be those of the host's codecs, bit for bit, whichever rank has a GPU and when.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
+from support.cuda_on_cpu import CudaOnCpu
+from support.rank_pool import RankPool, Scenario, named
+from support.ranks import Layers, Net, Tensors, digest, gathered, loss_of
+
+WORLD = 2
+AGGREGATIONS = ("all_gather", "scatter_reduce")
+Trained = tuple[Tensors, Tensors]  # parameters and memories
+
+
+class Counting(CudaOnCpu):
+    """Counts launches, so that a test knows who did the work."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+
+    def kernel(self, program: Any, name: str, device: torch.device) -> Any:
+        """Return a kernel that counts."""
+        launch = super().kernel(program, name, device)
+
+        def counted(blocks: int, threads: int, arguments: Arguments) -> None:
+            self.launches[name] += 1
+            launch(blocks, threads, arguments)
+
+        return counted
+
+
+@contextmanager
+def on_device() -> Iterator[Counter[str]]:
+    """Within the context this rank takes the host's memory for a GPU's."""
+    backend = Counting()
+    before = programs.use_backend(backend)
+    try:
+        yield backend.launches
+    finally:
+        programs.use_backend(before)
+
+
+def fresh(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def parameters(model: nn.Module) -> Tensors:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def wrapped(way: str, model: nn.Module, aggregate: str, **options: bool) -> tuple[nn.Module, gradwire.Handle]:
+    if way == "ddp":
+        ddp = DistributedDataParallel(model, **options)
+        return ddp, gradwire.ddp.attach(ddp, "co3", aggregate=aggregate)
+    data_parallel = gradwire.DataParallel(model, "co3", aggregate=aggregate)
+    return data_parallel, data_parallel.gradwire
+
+
+def memories(handle: gradwire.Handle) -> Tensors:
+    """This rank's, and those of the shards that it owns."""
+    state = handle.state_dict()
+    return {**state["memory"], **{f"shard of {name}": memory for name, memory in state.get("shards", {}).items()}}
+
+
+def train(model: nn.Module, rank: int, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def by_gradients(rank: int, way: str, aggregate: str, dtype: torch.dtype) -> Trained:
+    model, handle = wrapped(way, fresh(dtype), aggregate)
+    train(model, rank, range(4))
+    return parameters(model.module), memories(handle)
+
+
+def by_local_sgd(rank: int) -> Trained:
+    model = fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwire.LocalSGD(model, optimizer, "co3", sync_every=2) as handle:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        memory = handle.state_dict()["memory"]
+    assert memory
+    return parameters(model), memory
+
+
+def by_unused(rank: int, way: str, aggregate: str) -> Trained:
+    """A parameter has no gradient on one rank, or on both."""
+    torch.manual_seed(0)
+    options = {"find_unused_parameters": True} if way == "ddp" else {}
+    model, handle = wrapped(way, Layers(4, 20), aggregate, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, by_all in enumerate([(), (1,), (0, 3), ()]):
+        without = (*by_all, rank) if step % 2 == 0 else by_all
+        optimizer.zero_grad()
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x, without).pow(2).mean().backward()
+        optimizer.step()
+    return parameters(model.module), memories(handle)
+
+
+# ── scenarios ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def same_as_the_host(rank: int, training: Callable[[int], Trained]) -> None:
+    """With a GPU on both ranks, and on one of them alone."""
+    expected, memory = training(rank)
+    for with_gpu in ((0, 1), (1,)):
+        with on_device() if rank in with_gpu else nullcontext(Counter()) as launches:
+            found, own = training(rank)
+        if rank in with_gpu:
+            assert launches["encode_chunks"] and launches["combine"], launches
+        assert digest(found) == digest(expected), with_gpu
+        assert digest(own) == digest(memory), with_gpu
+        assert len(set(gathered(digest(found)))) == 1
+
+
+def a_nan_on_one_rank(rank: int, aggregate: str) -> None:
+    """It reaches both, and the memories of both are as they were; the next step is as if it had not been."""
+
+    def run() -> list[tuple[str, str, bool]]:
+        model, handle = wrapped("ddp", fresh(), aggregate)
+        found = []
+        for step, bad in enumerate([None, "big.weight", None, "norm.bias", None]):
+            before = digest(memories(handle))
+            hook = None
+            if bad and rank == 1:
+                hook = model.module.get_parameter(bad).register_hook(
+                    lambda g: g.index_fill(0, torch.tensor(1), torch.nan)
+                )
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            if hook is not None:
+                hook.remove()
+            gradients = {name: p.grad for name, p in model.module.named_parameters()}
+            finite = all(bool(g.isfinite().all()) for g in gradients.values())
+            assert finite == (bad is None), step
+            assert (digest(memories(handle)) == before) == (bad is not None), step
+            found.append((digest({n: g.nan_to_num() for n, g in gradients.items()}), digest(memories(handle)), finite))
+        return found
+
+    expected = run()
+    with on_device() as launches:
+        found = run()
+    assert launches["encode_chunks"]
+    assert found == expected
+    assert len({means for means, *_ in map(tuple, gathered(found[-1][0:1]))}) == 1  # type: ignore[arg-type]
+
+
+def checkpoints_go_both_ways(rank: int, way: str, aggregate: str) -> None:
+    """From the device's path to the host's, and from the host's to the device's."""
+
+    def part(steps: range, state: dict[str, Any] | None) -> dict[str, Any]:
+        model, handle = wrapped(way, fresh(), aggregate)
+        if state is not None:
+            model.module.load_state_dict(state["model"])
+            handle.load_state_dict(state["gradwire"])
+        train(model, rank, steps)
+        return {"model": parameters(model.module), "gradwire": handle.state_dict(), "memories": memories(handle)}
+
+    first, second = range(3), range(3, 6)
+    expected = part(second, part(first, None))
+    with on_device() as launches:
+        state = part(first, None)
+        assert launches["encode_chunks"]
+    found = [part(second, state)]
+    state = part(first, None)
+    with on_device() as launches:
+        found.append(part(second, state))
+        assert launches["encode_chunks"]
+    for end in found:
+        assert digest(end["model"]) == digest(expected["model"])
+        assert digest(end["memories"]) == digest(expected["memories"])
+
+
+SCENARIOS: dict[str, Scenario] = {
+    f"{way} {aggregate} {str(dtype).removeprefix('torch.')}": partial(
+        same_as_the_host, training=partial(by_gradients, way=way, aggregate=aggregate, dtype=dtype)
+    )
+    for way in ("ddp", "data_parallel")
+    for aggregate in AGGREGATIONS
+    for dtype in (torch.float32, torch.bfloat16)
+}
+SCENARIOS |= {
+    f"unused {way} {aggregate}": partial(same_as_the_host, training=partial(by_unused, way=way, aggregate=aggregate))
+    for way in ("ddp", "data_parallel")
+    for aggregate in AGGREGATIONS
+}
+SCENARIOS |= {f"nan {aggregate}": partial(a_nan_on_one_rank, aggregate=aggregate) for aggregate in AGGREGATIONS}
+SCENARIOS |= {
+    f"checkpoint {way} {aggregate}": partial(checkpoints_go_both_ways, way=way, aggregate=aggregate)
+    for way, aggregate in zip(("ddp", "data_parallel"), AGGREGATIONS, strict=True)
+}
+SCENARIOS["local_sgd"] = partial(same_as_the_host, training=by_local_sgd)
+QUICK = {
+    "ddp all_gather float32", "ddp scatter_reduce bfloat16", "data_parallel scatter_reduce float32",
+    "data_parallel all_gather bfloat16", "unused ddp all_gather", "unused data_parallel scatter_reduce",
+    "nan all_gather", "nan scatter_reduce", "checkpoint ddp all_gather", "local_sgd",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
+def test_messages_on_device(ranks: RankPool, scenario: Scenario) -> None:
+    ranks.check(scenario, WORLD)
