@@ -104,7 +104,10 @@ def counts_of_many_kinds(alphabet: int, precision: int) -> np.ndarray:
     return table
 
 
-@pytest.mark.parametrize("alphabet", [2, 3, 15, 31, 32, 57, 129, 255, 256])
+@pytest.mark.parametrize(
+    "alphabet",
+    [2, 15, 32, 57, 256, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 31, 33, 129, 255))],
+)
 def test_frequencies_are_those_of_the_reference(parts: dict[str, Kernel], alphabet: int) -> None:
     for precision in (8, 11, 12, 14):
         counts = counts_of_many_kinds(alphabet, precision)
