@@ -52,9 +52,6 @@ __device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) 
     bool expected = frame[0] == 'G' && frame[1] == 'W' && frame[2] == 1 && (kind & 15) == arrival.codec &&
                     (kind >> 4 == 0 || *segmented) && (frame[4] & 15) == arrival.dtype;
     if (!expected || *segmented != (arrival.segments > 1)) reader.bad = true;
-    const Arrival* next = &arrival + 1;  // arrivals of a message stand side by side
-    bool last = next == job->arrivals + job->arrival_count || next->message != arrival.message;
-    if (last && reader.end != message.length) reader.bad = true;
     arrival.frame = frame;
     arrival.length = reader.end - start;
     return reader;
