@@ -14,7 +14,7 @@ from gradwire import codecs
 from gradwire.convert.topk import TopK
 from gradwire.frame import headers
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
-from gradwire.gpu.encoder import Encoded, MessageEncoder, can_encode
+from gradwire.gpu.encoder import MessageEncoder, PendingMessage, can_encode
 from gradwire.gpu.families import FrameTask, TensorTask
 from gradwire.gpu.sparse import mask_sent
 from support.cuda_on_cpu import cuda_on_cpu
@@ -38,7 +38,7 @@ def numbers(count: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 def encode(
     codec: gradwire.Codec, tensors: list[TensorTask], decay: float = 0.9, encoder: MessageEncoder | None = None
-) -> tuple[list[bytes] | None, Encoded]:
+) -> tuple[list[bytes] | None, PendingMessage]:
     """Return the frames of a message, or None if it is left to the host. Whatever is written was poison before."""
     for tensor in tensors:
         if tensor.after is not None:

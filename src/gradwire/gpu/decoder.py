@@ -53,7 +53,7 @@ class FrameTarget:
 
 
 @dataclass
-class Decoded:
+class PendingMean:
     """A mean that is being made; `wait` returns when it is there."""
 
     status: torch.Tensor
@@ -79,7 +79,7 @@ class MessageDecoder:
     def average(
         self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
         weight: float, adds: bool = False,
-    ) -> Decoded:  # fmt: skip
+    ) -> PendingMean:  # fmt: skip
         """Write the sum of weight · message over all messages, in their order, to the tensors, or add it to them.
 
         `present` has a flag for each tensor of all frames, for each message: whether the message carries it.
@@ -101,7 +101,7 @@ class MessageDecoder:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
-        return Decoded(layout.status, event)
+        return PendingMean(layout.status, event)
 
 
 class _DecodeLayout:

@@ -43,7 +43,7 @@ def can_encode(converter: Converter, dtype: torch.dtype, device: torch.device) -
 
 
 @dataclass
-class Encoded:
+class PendingMessage:
     """A message that is being made; `wait` returns when it is there."""
 
     layout: MessageLayout
@@ -79,7 +79,7 @@ class MessageEncoder:
         self._formats: dict[int, int] = {}
         self._kept: dict[int, tuple[Converter, torch.Tensor]] = {}
 
-    def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> Encoded:
+    def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> PendingMessage:
         """Write the frames of these tasks to the front of `out`, one after the other, and update their memories."""
         families = [self._family(task.converter) for task in tasks]
         key = tuple(
@@ -90,7 +90,7 @@ class MessageEncoder:
         if layout is None:
             make_room(self._layouts)
             layout = self._layouts[key] = MessageLayout(tasks, families, self.workspace, self._formats)
-        layout.prepare(tasks, families, out)
+        layout.prepare(tasks, out)
         for family, batch in layout.batches.items():
             family.convert(batch)
         self._launch("choose_few", len(layout.streams), 192, layout)
@@ -105,7 +105,7 @@ class MessageEncoder:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
-        return Encoded(layout, event)
+        return PendingMessage(layout, event)
 
     def _launch(self, name: str, blocks: int, threads: int, layout: MessageLayout) -> None:
         programs.kernel("coding", name, self.device)(blocks, threads, layout.on_job)

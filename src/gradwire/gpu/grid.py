@@ -59,7 +59,10 @@ class GridFamily(Family):
         )
 
     def room_to_decode(self, converter: Converter, count: int) -> tuple[int, int]:
-        """Return the number of entries, and the room for outliers, an index of them, and pieces of their codes, as sources/apart.h has them."""
+        """Return the number of entries, and room for outliers, an index of them, and pieces of their codes.
+
+        The header sources/apart.h says how they lie there.
+        """
         room, index = grid_capacity(count), (count // BUCKET // 2 + 2) * 2
         pieces = 8 * (64 + 8 * room) // PIECE_BITS + 1
         return count, 256 + 8 * room + 4 * index + 40 * pieces

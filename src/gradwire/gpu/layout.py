@@ -42,6 +42,7 @@ SMALLEST_CHUNK = 2048 * 64  # entries, by the limit on rows
 
 
 def aligned(size: int, to: int = 16) -> int:
+    """Return the size, rounded up to a multiple of `to`."""
     return -(-size // to) * to
 
 
@@ -49,15 +50,18 @@ class Blob:
     """Bytes that are laid out on the host and copied to the device as one."""
 
     def __init__(self) -> None:
-        self.size, self._parts = 0, []
+        self.size = 0
+        self._parts: list[tuple[int, np.ndarray]] = []
 
     def add(self, array: np.ndarray) -> int:
+        """Make room for an array, which may be filled until `write_to`, and return its offset."""
         offset = self.size
         self._parts.append((offset, array))
         self.size = aligned(offset + array.nbytes, 64)
         return offset
 
     def write_to(self, buffer: torch.Tensor) -> None:
+        """Write all arrays as they are now."""
         view = buffer.numpy()
         for offset, array in self._parts:
             view[offset : offset + array.nbytes] = array.view(np.uint8).reshape(-1)
@@ -134,63 +138,99 @@ class MessageLayout:
 
     # ── what is on the device ──
 
-    def _place(self, tasks: Sequence[FrameTask], families: Sequence[Family]) -> None:
+    def _place(self, tasks: Sequence[FrameTask]) -> None:
         """Lay everything out on the device; again whenever the workspace has grown."""
-        space = self.workspace
-        room_of = {
+        at = self._take_rooms()
+        self._place_tensors(tasks, at)
+        frames, streams = self.frames.copy(), self.streams.copy()
+        static, lists = Blob(), self._lists_of_work()
+        offsets = self._add_what_stays(static, frames, streams)
+        template_offsets = [
+            static.add(np.frombuffer(b.template, np.uint8)) if b.template else -1 for _, _, b in self._templates
+        ]
+        list_offsets = {family: [static.add(where) for where in of_family] for family, of_family in lists.items()}
+        self._static = torch.empty(static.size, dtype=torch.uint8, device=self.device)
+        base = self._static.data_ptr()
+        at |= {name: base + offset for name, offset in offsets.items()}
+        self._place_streams(streams, at)
+        self._place_templates(frames, [base + offset if offset >= 0 else 0 for offset in template_offsets], at)
+        host = host_bytes(static.size, torch.device("cpu"))
+        static.write_to(host)
+        self._static.copy_(host)
+        self._place_what_changes()
+        self._write_job(at)
+        self._make_batches(lists, list_offsets)
+
+    def _take_rooms(self) -> dict[str, int]:
+        """Take what kernels need between two launches from the workspace, and return where it is."""
+        sizes = {
             "symbols": self.symbol_count + 16,
             "samples": 4 * int(sum(min(int(n), SAMPLE) + 16 for n in self.tensors["count"])),
             "partial": 256 * self.part_count,
             "tile_sums": 32 * self.tile_count,
-            "coded": int(sum(2 * aligned(int(s["count"]), 64) + (2 * 64 + 256) * (int(s["most_chunks"]) + 1) for s in self.streams)),
+            "coded": sum(map(_coded_room, self.streams)),
             "own": sum(aligned(size, 256) for size in self._own) + 256,
             "templates": sum(aligned(max(len(b.template), b.most)) for _, _, b in self._templates) + 16,
-        }  # fmt: skip
-        at = {name: space.room(name, size).data_ptr() for name, size in room_of.items()}
-        self._version = space.version
-        sample = at["samples"]
-        own = at["own"]
+        }
+        at = {name: self.workspace.room(name, size).data_ptr() for name, size in sizes.items()}
+        self._version = self.workspace.version
+        return at
+
+    def _place_tensors(self, tasks: Sequence[FrameTask], at: dict[str, int]) -> None:
+        """Tell tensors where their samples and the scratch of their families are."""
+        sample, own = at["samples"], at["own"]
         for row, size, task_format in zip(self.tensors, self._own, self._formats_of(tasks), strict=True):
             row["sample"], row["format"], row["own"] = sample, task_format, own
             sample += 4 * aligned(min(int(row["count"]), SAMPLE), 4)
             own += aligned(size, 256)
-        coded = aligned(at["coded"])
-        blob = Blob()
-        counts = blob.add(np.zeros(SYMBOLS * len(self.streams), np.uint64))
+
+    def _add_what_stays(self, static: Blob, frames: np.ndarray, streams: np.ndarray) -> dict[str, int]:
+        """Add what every message of this kind needs, and return the offsets. Frames and streams are filled in later."""
         chunk_total = int(self.streams["most_chunks"].sum())
-        lengths, offsets = blob.add(np.zeros(chunk_total, np.uint32)), blob.add(np.zeros(chunk_total, np.uint64))
-        fits = blob.add(np.zeros(len(self.tensors), FIT))
-        template_at = [
-            blob.add(np.frombuffer(b.template, np.uint8)) if b.template else -1 for _, _, b in self._templates
-        ]
-        frames, streams = self.frames.copy(), self.streams.copy()
-        frames_at, streams_at = blob.add(frames), blob.add(streams)
-        chunks_at, pieces_at = blob.add(self.chunks), blob.add(self.pieces)
+        arrays: dict[str, np.ndarray] = {
+            "counts": np.zeros(SYMBOLS * len(self.streams), np.uint64),
+            "lengths": np.zeros(chunk_total, np.uint32),
+            "offsets": np.zeros(chunk_total, np.uint64),
+            "fits": np.zeros(len(self.tensors), FIT),
+            "frames": frames,
+            "streams": streams,
+            "chunks": self.chunks,
+            "pieces": self.pieces,
+        }
+        return {name: static.add(array) for name, array in arrays.items()}
+
+    def _lists_of_work(self) -> dict[Family, list[np.ndarray]]:
+        """Return which parts, tiles and groups of tiles the kernels of each family work on."""
         works = self.tensors["parts"], self.tensors["tiles"], -(-self.tensors["tiles"] // GROUP)
-        lists = {family: [pairs(work, rows) for work in works] for family, rows in self._places.items()}
-        lists_at = {family: [blob.add(where) for where in of_family] for family, of_family in lists.items()}
-        self._static = torch.empty(blob.size, dtype=torch.uint8, device=self.device)
-        base = self._static.data_ptr()
-        chunk = 0
+        return {family: [pairs(work, rows) for work in works] for family, rows in self._places.items()}
+
+    def _place_streams(self, streams: np.ndarray, at: dict[str, int]) -> None:
+        """Tell streams where their symbols, counts, chunks and coded bytes are."""
+        coded, chunk = aligned(at["coded"]), 0
         for i, row in enumerate(streams):
             row["symbols"] = at["symbols"] + int(self.streams[i]["symbols"])
-            row["counts"], row["coded"] = base + counts + 8 * SYMBOLS * i, coded
-            row["lengths"], row["offsets"] = base + lengths + 4 * chunk, base + offsets + 8 * chunk
+            row["counts"], row["coded"] = at["counts"] + 8 * SYMBOLS * i, coded
+            row["lengths"], row["offsets"] = at["lengths"] + 4 * chunk, at["offsets"] + 8 * chunk
             row["format"] = self.tensors[int(row["first_tensor"])]["format"]
             chunk += int(row["most_chunks"])
-            coded += 2 * aligned(int(row["count"]), 64) + (2 * 64 + 256) * (int(row["most_chunks"]) + 1)
+            coded += _coded_room(row)
+
+    def _place_templates(self, frames: np.ndarray, templates: Sequence[int], at: dict[str, int]) -> None:
+        """Tell frames where the bytes of their pieces are, and tensors where to state their steps.
+
+        `templates` are addresses, 0 where there is no template: a kernel writes such a piece to scratch.
+        """
         scratch = at["templates"]
-        for (frame, k, piece), offset in zip(self._templates, template_at, strict=True):
-            frames[frame]["piece"][k]["bytes"] = base + offset if offset >= 0 else scratch
-            if offset < 0:
+        for (frame, k, piece), address in zip(self._templates, templates, strict=True):
+            frames[frame]["piece"][k]["bytes"] = address or scratch
+            if not address:
                 scratch += aligned(piece.most)
             rows = np.flatnonzero(self.tensors["frame"] == frame)
             for tensor, step in zip(rows, piece.steps, strict=False):
-                self.tensors[tensor]["step_at"] = base + offset + step
-        host = host_bytes(blob.size, torch.device("cpu"))
-        blob.write_to(host)
-        self._static.copy_(host)
-        # What is copied for every message: status, tensors, and the job itself.
+                self.tensors[tensor]["step_at"] = address + step
+
+    def _place_what_changes(self) -> None:
+        """Make room for what is copied for every message: status, tensors, and the job itself."""
         dynamic = Blob()
         self._status_at, self._tensors_at = dynamic.add(np.zeros(1, STATUS)), dynamic.add(self.tensors)
         self.job = np.zeros(1, JOB)
@@ -198,22 +238,24 @@ class MessageLayout:
         self._dynamic = torch.zeros(dynamic.size, dtype=torch.uint8, device=self.device)
         self._host = host_bytes(dynamic.size, self.device)
         self.status = host_bytes(STATUS.itemsize, self.device)
+
+    def _write_job(self, at: dict[str, int]) -> None:
+        """Tell the job where everything is."""
         start = self._dynamic.data_ptr()
-        values = {
-            "tensors": start + self._tensors_at, "fits": base + fits, "streams": base + streams_at,
-            "frames": base + frames_at, "chunks": base + chunks_at, "pieces": base + pieces_at,
-            "partial": at["partial"], "tile_sums": at["tile_sums"], "status": start + self._status_at,
-            "symbols": at["symbols"], "stream_count": len(streams), "frame_count": len(frames),
-            "chunk_count": len(self.chunks), "piece_count": len(self.pieces),
-        }  # fmt: skip
-        for name, value in values.items():
-            self.job[0][name] = value
+        for name in ("fits", "streams", "frames", "chunks", "pieces", "partial", "tile_sums", "symbols"):
+            self.job[0][name] = at[name]
+        self.job[0]["tensors"], self.job[0]["status"] = start + self._tensors_at, start + self._status_at
+        self.job[0]["stream_count"], self.job[0]["frame_count"] = len(self.streams), len(self.frames)
+        self.job[0]["chunk_count"], self.job[0]["piece_count"] = len(self.chunks), len(self.pieces)
+
+    def _make_batches(self, lists: dict[Family, list[np.ndarray]], offsets: dict[Family, list[int]]) -> None:
+        """Lay out the arguments of all launches."""
         job = self._dynamic[self._job_at :]
         self.on_job = Arguments(job)
-        self.batches = {}
-        for family, places in lists_at.items():
+        self.batches: dict[Family, Batch] = {}
+        for family, of_family in lists.items():
             parts, tiles, groups = (
-                self._static[at : at + where.nbytes] for at, where in zip(places, lists[family], strict=True)
+                self._static[at : at + where.nbytes] for at, where in zip(offsets[family], of_family, strict=True)
             )
             most = int(self.tensors["count"][self._places[family]].max())
             self.batches[family] = Batch(self.device, job, parts, tiles, groups, most)
@@ -223,10 +265,10 @@ class MessageLayout:
 
     # ── each step ──
 
-    def prepare(self, tasks: Sequence[FrameTask], families: Sequence[Family], out: torch.Tensor) -> None:
+    def prepare(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> None:
         """Tell the device where the tensors of this step are, and where the message goes."""
         if self._version != self.workspace.version:
-            self._place(tasks, families)
+            self._place(tasks)
         rows = [
             (t.gradient.data_ptr(), t.before.data_ptr() if t.before is not None else 0,
              t.after.data_ptr() if t.after is not None else 0, task.decay * t.factor, task.seed & 0xFFFFFFFFFFFFFFFF)
@@ -244,6 +286,11 @@ class MessageLayout:
     def fetch_status(self) -> None:
         """Copy the status to the host's memory; it is there when the stream has come so far."""
         self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
+
+
+def _coded_room(stream: np.void) -> int:
+    """Return how many bytes the coded chunks of a stream take at most, with what alignment and states cost."""
+    return 2 * aligned(int(stream["count"]), 64) + (2 * 64 + 256) * (int(stream["most_chunks"]) + 1)
 
 
 def _slabs(piece: Bytes | int) -> int:
