@@ -8,7 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Python compiles what is imported, which is a small part of what is installed.
 PIP    := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 NATIVE := $(wildcard native/* src/gradwire/aggregator/packet/*.h) CMakeLists.txt
-C_SOURCES := $(wildcard native/*.cpp native/*.h src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c)
+CUDA_SOURCES := $(foreach folder,gpu cuda_runtime kernels/cuda,$(wildcard src/gradwire/$(folder)/sources/*.cu src/gradwire/$(folder)/sources/*.h))
+C_SOURCES := $(wildcard native/*.cpp native/*.h src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c) \
+	$(CUDA_SOURCES) $(wildcard tests/support/cuda_on_cpu/*.h)
 
 .PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
 

@@ -25,7 +25,9 @@
 #define __launch_bounds__(...)
 
 namespace on_cpu {
-struct Index { unsigned x = 0, y = 0, z = 0; };
+struct Index {
+    unsigned x = 0, y = 0, z = 0;
+};
 
 constexpr size_t kStack = 128 << 10;
 constexpr int kMostThreads = 1024;
@@ -261,19 +263,47 @@ inline unsigned __activemask() { return ~0u; }
 inline void __nanosleep(unsigned) { on_cpu::yield(); }
 
 template <typename T, typename U>
-inline T atomicAdd(T* p, U v) { T old = *p; *p = T(old + T(v)); return old; }
+inline T atomicAdd(T* p, U v) {
+    T old = *p;
+    *p = T(old + T(v));
+    return old;
+}
 template <typename T, typename U>
-inline T atomicOr(T* p, U v) { T old = *p; *p = old | T(v); return old; }
+inline T atomicOr(T* p, U v) {
+    T old = *p;
+    *p = old | T(v);
+    return old;
+}
 template <typename T, typename U>
-inline T atomicXor(T* p, U v) { T old = *p; *p = old ^ T(v); return old; }
+inline T atomicXor(T* p, U v) {
+    T old = *p;
+    *p = old ^ T(v);
+    return old;
+}
 template <typename T, typename U>
-inline T atomicMax(T* p, U v) { T old = *p; if (T(v) > old) *p = T(v); return old; }
+inline T atomicMax(T* p, U v) {
+    T old = *p;
+    if (T(v) > old) *p = T(v);
+    return old;
+}
 template <typename T, typename U>
-inline T atomicMin(T* p, U v) { T old = *p; if (T(v) < old) *p = T(v); return old; }
+inline T atomicMin(T* p, U v) {
+    T old = *p;
+    if (T(v) < old) *p = T(v);
+    return old;
+}
 template <typename T, typename U>
-inline T atomicExch(T* p, U v) { T old = *p; *p = T(v); return old; }
+inline T atomicExch(T* p, U v) {
+    T old = *p;
+    *p = T(v);
+    return old;
+}
 template <typename T, typename U, typename V>
-inline T atomicCAS(T* p, U expected, V v) { T old = *p; if (old == T(expected)) *p = T(v); return old; }
+inline T atomicCAS(T* p, U expected, V v) {
+    T old = *p;
+    if (old == T(expected)) *p = T(v);
+    return old;
+}
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
@@ -286,10 +316,26 @@ inline unsigned __brev(unsigned x) {
     return r;
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
-inline unsigned __float_as_uint(float x) { unsigned b; memcpy(&b, &x, 4); return b; }
-inline float __uint_as_float(unsigned b) { float x; memcpy(&x, &b, 4); return x; }
-inline long long __double_as_longlong(double x) { long long b; memcpy(&b, &x, 8); return b; }
-inline double __longlong_as_double(long long b) { double x; memcpy(&x, &b, 8); return x; }
+inline unsigned __float_as_uint(float x) {
+    unsigned b;
+    memcpy(&b, &x, 4);
+    return b;
+}
+inline float __uint_as_float(unsigned b) {
+    float x;
+    memcpy(&x, &b, 4);
+    return x;
+}
+inline long long __double_as_longlong(double x) {
+    long long b;
+    memcpy(&b, &x, 8);
+    return b;
+}
+inline double __longlong_as_double(long long b) {
+    double x;
+    memcpy(&x, &b, 8);
+    return x;
+}
 inline int __float2int_rn(float x) { return int(std::nearbyintf(x)); }
 inline int __float2int_rd(float x) { return int(std::floor(x)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -311,17 +357,42 @@ inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned s) {
 inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned s) {
     return unsigned(((unsigned long long)hi << 32 | lo) >> (s & 31));
 }
-template <typename T> inline T min(T a, T b) { return b < a ? b : a; }
-template <typename T> inline T max(T a, T b) { return a < b ? b : a; }
-template <typename T> inline T __ldg(const T* p) { return *p; }
-template <typename T> inline T __ldcs(const T* p) { return *p; }
-template <typename T> inline void __stcs(T* p, T v) { *p = v; }
+template <typename T>
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
+template <typename T>
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
+template <typename T>
+inline T __ldg(const T* p) {
+    return *p;
+}
+template <typename T>
+inline T __ldcs(const T* p) {
+    return *p;
+}
+template <typename T>
+inline void __stcs(T* p, T v) {
+    *p = v;
+}
 
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }

@@ -2,49 +2,49 @@
 #pragma once
 #include "common.h"
 
-struct Message {          // of one rank
-    const u8* bytes;      // its frames, without prefix and note
+struct Message {  // of one rank
+    const u8* bytes;  // its frames, without prefix and note
     u64 length;
 };
 
-struct Arrival {          // one frame of one rank
+struct Arrival {  // one frame of one rank
     // ── written by the host ──
-    u8* symbols;          // where its symbols go, `most` of them at most
-    u64* offsets;         // of its chunks; room for count / 64 + 1 of them
-    u32* table;           // room for 2^14 entries: what every slot of the coder means
-    float* steps;         // of its segments
-    const u64* lengths;   // of its segments, in entries
-    u8* own;              // scratch that its family asked for
-    i64 count;            // entries that it must have
-    i64 most;             // entries that a sparse frame may send
-    int message, index;   // which frame of which message
+    u8* symbols;  // where its symbols go, `most` of them at most
+    u64* offsets;  // of its chunks; room for count / 64 + 1 of them
+    u32* table;  // room for 2^14 entries: what every slot of the coder means
+    float* steps;  // of its segments
+    const u64* lengths;  // of its segments, in entries
+    u8* own;  // scratch that its family asked for
+    i64 count;  // entries that it must have
+    i64 most;  // entries that a sparse frame may send
+    int message, index;  // which frame of which message
     int segments, codec, dtype;
-    int family;           // for codecs of several kinds
+    int family;  // for codecs of several kinds
     // ── written by the kernels ──
     int coder, precision, lane_bits, chunks, constant, alphabet;
     i64 chunk_size, symbol_count;
-    const u8* frame;      // the whole frame
+    const u8* frame;  // the whole frame
     u64 length;
     const u8* chunk_lengths;  // 4 bytes each, at any address
-    const u8* data;       // the chunks
+    const u8* data;  // the chunks
     u64 data_length;
-    const u8* rest;       // what its family finds behind or before the symbols
+    const u8* rest;  // what its family finds behind or before the symbols
     u64 rest_length;
     u32 crc, checked, checks, broken;
     float levels[kSymbols];  // what every symbol stands for at step 1
 };
 
-struct Source {           // one rank's part of one target; arrival −1: it has none
+struct Source {  // one rank's part of one target; arrival −1: it has none
     int arrival, segment;
-    i64 first;            // index of its first symbol in the frame
+    i64 first;  // index of its first symbol in the frame
 };
 
-struct Target {           // a tensor, or a part of one, that the mean is written to
+struct Target {  // a tensor, or a part of one, that the mean is written to
     void* out;
     i64 count;
     const Source* sources;  // one for each rank
     int dtype;
-    int rounds;           // whether each product with the weight is rounded to the dtype
+    int rounds;  // whether each product with the weight is rounded to the dtype
     i64 first_tile;
 };
 
@@ -56,7 +56,7 @@ struct DecodeJob {
     const void* formats;  // levels and masses of the float formats by their number on the wire
     int message_count, arrival_count, target_count;
     float weight;
-    int adds;             // whether the sum begins with what the targets hold
+    int adds;  // whether the sum begins with what the targets hold
     int spare;
 };
 
@@ -86,11 +86,16 @@ struct Reader {
         return 0;
     }
     __device__ __forceinline__ void skip(u64 n) {
-        if (n > end - at) bad = true; else at += n;
+        if (n > end - at)
+            bad = true;
+        else
+            at += n;
     }
 };
 
-__device__ __forceinline__ u32 little_endian(const u8* at) { return at[0] | at[1] << 8 | at[2] << 16 | u32(at[3]) << 24; }
+__device__ __forceinline__ u32 little_endian(const u8* at) {
+    return at[0] | at[1] << 8 | at[2] << 16 | u32(at[3]) << 24;
+}
 
 __device__ __forceinline__ void give_up(DecodeJob* job, Arrival& arrival) {
     arrival.broken = 1;
@@ -102,8 +107,10 @@ __device__ __forceinline__ float rounded(float x, int dtype) {
 }
 
 __device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
-    if (dtype == FP32) static_cast<float*>(out)[i] = x;
-    else static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
+    if (dtype == FP32)
+        static_cast<float*>(out)[i] = x;
+    else
+        static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
 }
 
 // What a thread's sixteen entries of a tile, four from `begin` on and from every 1024 behind it, hold before they are

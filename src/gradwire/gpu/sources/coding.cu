@@ -298,7 +298,8 @@ __device__ __forceinline__ u8* chunk_room(const Stream& stream, int chunk) {
 // One row of 64 lanes, of which a thread has two. A lane emits its low byte, or two bytes, if its state is too large.
 // There are no branches: lanes that do nothing keep their states by selection.
 template <bool TWICE>
-__device__ __forceinline__ void encode_row(uint2 t0, uint2 t1, bool has0, bool has1, int precision, u32 below, u32& x0, u32& x1, u8*& p) {
+__device__ __forceinline__ void encode_row(uint2 t0, uint2 t1, bool has0, bool has1, int precision, u32 below, u32& x0,
+                                           u32& x1, u8*& p) {
     u32 f0 = (t0.y & 16383) + 1, f1 = (t1.y & 16383) + 1;
     u32 limit0 = f0 << (22 - precision), limit1 = f1 << (22 - precision);
     u32 y0 = x0, y1 = x1;
@@ -331,7 +332,8 @@ const int kRowsAhead = 8;  // rows of 64 symbols that are loaded at a time
 
 // A chunk of 64 lanes, by one warp. The next rows are loaded while these are coded.
 template <bool TWICE>
-__device__ __forceinline__ u8* encode_wide(const u8* symbols, i64 count, const uint2* table, u8* mine, int precision, u32& x0, u32& x1, u8* p) {
+__device__ __forceinline__ u8* encode_wide(const u8* symbols, i64 count, const uint2* table, u8* mine, int precision,
+                                           u32& x0, u32& x1, u8* p) {
     int lane = threadIdx.x & 31;
     u32 below = (1u << lane) - 1;
     i64 size = kRowsAhead * 64, tiles = count / size;
@@ -358,7 +360,8 @@ __device__ __forceinline__ u8* encode_wide(const u8* symbols, i64 count, const u
         }
         if (left >= size) {
 #pragma unroll
-            for (int r = 0; r < kRowsAhead; r++) encode_row<TWICE>(t0[r], t1[r], true, true, precision, below, x0, x1, p);
+            for (int r = 0; r < kRowsAhead; r++)
+                encode_row<TWICE>(t0[r], t1[r], true, true, precision, below, x0, x1, p);
         } else {
             for (int r = 0; r * 64 < left; r++)
                 encode_row<TWICE>(table[mine[64 * r + lane]], table[mine[64 * r + 32 + lane]], 64 * r + lane < left,
@@ -388,7 +391,8 @@ extern "C" __global__ void __launch_bounds__(64) encode_chunks(Job* job) {
         for (i64 group = lane; group < (count + 7) / 8; group += 32) {  // eight symbols are `width` bytes
             u64 packed = 0;
             for (int k = 0; k < 8 && group * 8 + k < count; k++) packed |= u64(symbols[group * 8 + k]) << width * k;
-            for (int k = 0; k < width && u64(group) * width + k < bytes; k++) out[group * width + k] = u8(packed >> 8 * k);
+            for (int k = 0; k < width && u64(group) * width + k < bytes; k++)
+                out[group * width + k] = u8(packed >> 8 * k);
         }
         if (!lane) stream.lengths[where.index] = u32(bytes);
         return;
@@ -626,6 +630,7 @@ extern "C" __global__ void __launch_bounds__(128) place_pieces(Job* job) {
 
 // How large the structures are here, for the test that numpy lays them out alike.
 extern "C" __global__ void sizes(i64* out) {
-    const i64 all[] = {sizeof(Tensor), sizeof(Fit), sizeof(Stream), sizeof(Piece), sizeof(Frame), sizeof(Status), sizeof(Where), sizeof(Job)};
+    const i64 all[] = {sizeof(Tensor), sizeof(Fit),    sizeof(Stream), sizeof(Piece),
+                       sizeof(Frame),  sizeof(Status), sizeof(Where),  sizeof(Job)};
     for (int i = 0; i < 8; i++) out[i] = all[i];
 }

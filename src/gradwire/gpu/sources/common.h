@@ -23,7 +23,8 @@ __device__ __forceinline__ void store_byte_if(bool wanted, u8* at, u32 x) {
 #ifdef GRADWIRE_ON_CPU
     if (wanted) *at = u8(x);
 #else
-    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.u8 [%0], %1; }" ::"l"(at), "r"(x), "r"(u32(wanted)));
+    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.u8 [%0], %1; }" ::"l"(at), "r"(x),
+                 "r"(u32(wanted)));
 #endif
 }
 

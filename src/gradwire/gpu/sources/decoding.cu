@@ -12,7 +12,7 @@ const u32 kLow = 1u << 14;
 const u64 kMostElements = (u64(1) << 48) - 1;
 const int kFineSlots = 4096;  // words that the symbols of 2^14 slots take
 
-struct FormatTable {      // of a float format; decoder.py makes it
+struct FormatTable {  // of a float format; decoder.py makes it
     int alphabet, zero, magnitudes, spare;
     float levels[kSymbols];
     u32 masses[kBetas * 128];
@@ -33,7 +33,10 @@ __device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) 
         for (int d = 0; d < rank; d++) {
             u64 size = reader.varint();
             if (i < arrival.index) continue;
-            if (!size || size > kMostElements / elements) reader.bad = true; else elements *= size;
+            if (!size || size > kMostElements / elements)
+                reader.bad = true;
+            else
+                elements *= size;
         }
         if (i == arrival.index && elements != u64(arrival.count)) reader.bad = true;
         if (i < arrival.index) reader.skip(payload);
@@ -93,7 +96,8 @@ __device__ void read_table(Reader& reader, u32* frequencies, int alphabet, int p
 }
 
 // Reads how symbols are coded, and makes the table of slots; by all threads of a block of 256, the reader is shared.
-__device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, int alphabet, int zero, i64 count, const u32* masses) {
+__device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, int alphabet, int zero, i64 count,
+                            const u32* masses) {
     __shared__ u32 frequencies[kSymbols];
     __shared__ u64 shaped[kSymbols];
     __shared__ int coder, model, precision, beta, zero_mass;
@@ -133,7 +137,9 @@ __device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, in
     if (reader.bad || coder != RANS) return;
     if (model == GENNORM) {
         int off = s < zero ? zero - s : s - zero;
-        shaped[s] = s < alphabet ? u64(masses[beta * 128 + off]) * u64(256 - zero_mass) + (off ? 0 : u64(zero_mass) << 16) : 0;
+        shaped[s] = s < alphabet
+                        ? u64(masses[beta * 128 + off]) * u64(256 - zero_mass) + (off ? 0 : u64(zero_mass) << 16)
+                        : 0;
         __syncthreads();
         normalize(shaped, frequencies, alphabet, precision);
         __syncthreads();
@@ -148,12 +154,15 @@ __device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, in
     bool wide = precision > 12;
     if (wide) arrival.table[kFineSlots + s] = f ? (f - 1) | u32(start) << 14 : 0;
     for (u32 slot = s; slot < 1u << precision; slot += 256) {
-        int low = 0;  // the last symbol that begins at or before the slot; those without a slot begin where the next does
+        // The last symbol that begins at or before the slot; those without a slot begin where the next does.
+        int low = 0;
         for (int by = 128; by; by >>= 1)
             if (low + by < alphabet && starts[low + by] <= slot) low += by;
         while (!frequencies[low] && low) low--;
-        if (wide) reinterpret_cast<u8*>(arrival.table)[slot] = u8(low);
-        else arrival.table[slot] = u32(low) | (frequencies[low] - 1) << 8 | (slot - starts[low]) << 20;
+        if (wide)
+            reinterpret_cast<u8*>(arrival.table)[slot] = u8(low);
+        else
+            arrival.table[slot] = u32(low) | (frequencies[low] - 1) << 8 | (slot - starts[low]) << 20;
     }
     if (s) return;
     u8 byte = reader.byte();
@@ -261,8 +270,10 @@ __device__ void open_outliers(Arrival& arrival, Reader reader, Reader& all) {
     list.pieces = u32((list.bits + kPieceBits - 1) / kPieceBits);
     bool valid = !reader.bad && count && count <= room_apart(arrival.count) && list.a <= 31 && list.b <= 24 &&
                  count <= list.bits && length <= code_room(arrival.count) && arrival.count < i64(1) << 32;
-    if (valid) list.count = count;
-    else all.bad = true;
+    if (valid)
+        list.count = count;
+    else
+        all.bad = true;
 }
 
 __device__ void parse_grid(DecodeJob* job, Arrival& arrival, Reader& reader) {
@@ -274,7 +285,8 @@ __device__ void parse_grid(DecodeJob* job, Arrival& arrival, Reader& reader) {
         largest = list.largest = reader.byte();
         int number = list.offset_count = reader.byte();
         if (largest < 1 || largest > 127 || number > 15) reader.bad = true;
-        for (int k = 0; k < number && !reader.bad; k++) list.offsets[k] = float(int(reader.byte() ^ 128) - 128) / 256.0f;
+        for (int k = 0; k < number && !reader.bad; k++)
+            list.offsets[k] = float(int(reader.byte() ^ 128) - 128) / 256.0f;
         read_steps(arrival, reader);
         u64 length = reader.varint();
         if (length > reader.end - reader.at) reader.bad = true;
@@ -375,7 +387,8 @@ __device__ __forceinline__ u32 step_back(const u32* table, int precision, u32 x,
 
 // Decodes a chunk of 64 lanes; by a warp whose thread t has the lanes t and t + 32. Returns whether it was sound.
 template <bool FINE, bool TWICE>
-__device__ __forceinline__ bool decode_wide(const u32* table, int precision, const u8* begin, const u8* end, u8* symbols, i64 count, u8* window) {
+__device__ __forceinline__ bool decode_wide(const u32* table, int precision, const u8* begin, const u8* end,
+                                            u8* symbols, i64 count, u8* window) {
     int lane = threadIdx.x & 31;
     u32 below = (1u << lane) - 1;
     const u8 *s0 = begin + 3 * lane, *s1 = s0 + 96;
@@ -454,7 +467,8 @@ __device__ __forceinline__ bool decode_wide(const u32* table, int precision, con
 }
 
 // Decodes a chunk of up to 32 lanes.
-__device__ bool decode_narrow(const u32* table, int precision, int lanes, const u8* begin, const u8* end, u8* symbols, i64 count) {
+__device__ bool decode_narrow(const u32* table, int precision, int lanes, const u8* begin, const u8* end, u8* symbols,
+                              i64 count) {
     int lane = threadIdx.x & 31;
     u32 below = (1u << lane) - 1, x = kLow;
     if (lane < lanes) x = begin[3 * lane] | begin[3 * lane + 1] << 8 | begin[3 * lane + 2] << 16;
@@ -465,7 +479,8 @@ __device__ bool decode_narrow(const u32* table, int precision, int lanes, const 
         bool has = lane < lanes && i < count;
         if (has) {
             u32 symbol;
-            x = precision > 12 ? step_back<true>(table, precision, x, &symbol) : step_back<false>(table, precision, x, &symbol);
+            x = precision > 12 ? step_back<true>(table, precision, x, &symbol)
+                               : step_back<false>(table, precision, x, &symbol);
             symbols[i] = u8(symbol);
         }
         for (int pass = precision > 8 ? 0 : 1; pass < 2; pass++) {
@@ -487,7 +502,8 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
     int first = int(blockIdx.x % blocks), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     i64 count = arrival.symbol_count;
     if (arrival.coder == CONSTANT) {
-        for (i64 i = i64(first) * 128 + threadIdx.x; i < count; i += blocks * 128) arrival.symbols[i] = u8(arrival.constant);
+        for (i64 i = i64(first) * 128 + threadIdx.x; i < count; i += blocks * 128)
+            arrival.symbols[i] = u8(arrival.constant);
         return;
     }
     if (first * 4 >= arrival.chunks) return;
@@ -515,8 +531,10 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
                     valid &= symbol < u32(arrival.alphabet);
                     plain |= u64(symbol < u32(arrival.alphabet) ? symbol : 0) << 8 * k;
                 }
-                if (many == 8) *reinterpret_cast<u64*>(symbols + 8 * group) = plain;
-                else for (int k = 0; k < many; k++) symbols[8 * group + k] = u8(plain >> 8 * k);
+                if (many == 8)
+                    *reinterpret_cast<u64*>(symbols + 8 * group) = plain;
+                else
+                    for (int k = 0; k < many; k++) symbols[8 * group + k] = u8(plain >> 8 * k);
             }
             u64 bits = u64(count) * precision;
             if (c == arrival.chunks - 1 && bits & 7) valid &= !(arrival.data[bits >> 3] >> (bits & 7));
@@ -528,9 +546,11 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
             const u8 *start = arrival.data + from, *end = arrival.data + to;
             if (sound)
                 sound = lanes < 64 ? decode_narrow(table, precision, lanes, start, end, symbols, size)
-                        : precision > 12 ? decode_wide<true, true>(table, precision, start, end, symbols, size, windows[warp])
-                        : precision > 8  ? decode_wide<false, true>(table, precision, start, end, symbols, size, windows[warp])
-                                         : decode_wide<false, false>(table, 8, start, end, symbols, size, windows[warp]);
+                        : precision > 12
+                            ? decode_wide<true, true>(table, precision, start, end, symbols, size, windows[warp])
+                        : precision > 8
+                            ? decode_wide<false, true>(table, precision, start, end, symbols, size, windows[warp])
+                            : decode_wide<false, false>(table, 8, start, end, symbols, size, windows[warp]);
         }
         if (!sound && !lane) give_up(job, arrival);
     }
@@ -542,7 +562,8 @@ const int kCombined = 4096;
 
 // The values of a rank's outliers in a tile, where the tile has their mark.
 template <int DTYPE>
-__device__ __forceinline__ void place_apart(const Arrival& arrival, Source source, i64 tile, float weight, float* apart) {
+__device__ __forceinline__ void place_apart(const Arrival& arrival, Source source, i64 tile, float weight,
+                                            float* apart) {
     if (!apart_of(arrival).count) return;
     i64 start = source.first + tile * kCombined;
     const u32* index = index_of(arrival) + start / kBucket;  // a tile touches two buckets at most
@@ -557,7 +578,8 @@ __device__ __forceinline__ void place_apart(const Arrival& arrival, Source sourc
 
 // FP32 and the other dtypes apart: most gradients are fp32, and need no rounding.
 template <int DTYPE, bool APART>
-__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, float* values, float* apart) {
+__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, float* values,
+                                             float* apart) {
     int tid = threadIdx.x;
     float weight = job->weight, sum[16];
     i64 begin = tile * kCombined + 4 * tid;
@@ -599,8 +621,8 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
     for (int h = 0; h < 4; h++) {
         i64 i = begin + 1024 * h;
         if (DTYPE == FP32 && aligned && i + 4 <= target.count) {
-            *reinterpret_cast<float4*>(static_cast<float*>(target.out) + i) =
-                make_float4(sum[4 * h], sum[4 * h + 1], sum[4 * h + 2], sum[4 * h + 3]);
+            float* out = static_cast<float*>(target.out) + i;
+            *reinterpret_cast<float4*>(out) = make_float4(sum[4 * h], sum[4 * h + 1], sum[4 * h + 2], sum[4 * h + 3]);
         } else {
 #pragma unroll
             for (int k = 0; k < 4; k++)
@@ -616,9 +638,12 @@ extern "C" __global__ void __launch_bounds__(256) combine(DecodeJob* job, const 
     Where where = tiles[blockIdx.x];
     const Target& target = job->targets[where.item];
     if (job->status->bits) return;
-    if (target.dtype == FP32) combine_tile<FP32, false>(job, target, where.index, values, nullptr);
-    else if (target.dtype == FP16) combine_tile<FP16, false>(job, target, where.index, values, nullptr);
-    else combine_tile<BF16, false>(job, target, where.index, values, nullptr);
+    if (target.dtype == FP32)
+        combine_tile<FP32, false>(job, target, where.index, values, nullptr);
+    else if (target.dtype == FP16)
+        combine_tile<FP16, false>(job, target, where.index, values, nullptr);
+    else
+        combine_tile<BF16, false>(job, target, where.index, values, nullptr);
 }
 
 // The same for grids, some of whose entries are listed apart.
@@ -627,13 +652,17 @@ extern "C" __global__ void __launch_bounds__(256) combine_grid(DecodeJob* job, c
     Where where = tiles[blockIdx.x];
     const Target& target = job->targets[where.item];
     if (job->status->bits) return;
-    if (target.dtype == FP32) combine_tile<FP32, true>(job, target, where.index, values, apart);
-    else if (target.dtype == FP16) combine_tile<FP16, true>(job, target, where.index, values, apart);
-    else combine_tile<BF16, true>(job, target, where.index, values, apart);
+    if (target.dtype == FP32)
+        combine_tile<FP32, true>(job, target, where.index, values, apart);
+    else if (target.dtype == FP16)
+        combine_tile<FP16, true>(job, target, where.index, values, apart);
+    else
+        combine_tile<BF16, true>(job, target, where.index, values, apart);
 }
 
 // How large the structures are here, for the test that numpy lays them out alike.
 extern "C" __global__ void sizes(i64* out) {
-    const i64 all[] = {sizeof(Message), sizeof(Arrival), sizeof(Source), sizeof(Target), sizeof(DecodeJob), sizeof(FormatTable)};
+    const i64 all[] = {sizeof(Message), sizeof(Arrival),   sizeof(Source),
+                       sizeof(Target),  sizeof(DecodeJob), sizeof(FormatTable)};
     for (int i = 0; i < 6; i++) out[i] = all[i];
 }

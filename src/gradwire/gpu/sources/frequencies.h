@@ -37,8 +37,10 @@ __device__ void normalize(const u64* counts, u32* frequencies, int alphabet, int
             int at = 0, second_at = 0;
             for (int j = s; j < alphabet; j += 32) {
                 u32 f_j = frequencies[j];
-                if (f_j > best) second = best, second_at = at, best = f_j, at = j;
-                else if (f_j > second) second = f_j, second_at = j;
+                if (f_j > best)
+                    second = best, second_at = at, best = f_j, at = j;
+                else if (f_j > second)
+                    second = f_j, second_at = j;
             }
             for (int by = 16; by; by >>= 1) {
                 u32 other = __shfl_xor_sync(~0u, best, by), other_second = __shfl_xor_sync(~0u, second, by);

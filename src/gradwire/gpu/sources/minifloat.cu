@@ -19,13 +19,14 @@ __device__ __forceinline__ u32 f2b(float x) { return __float_as_uint(x); }
 struct Rounding {
     float largest;
     u32 smallest_bits;  // the exponent bits of the smallest normal number: below it the spacing stays the same
-    u32 up_bits;        // minus the exponent bits of a number, this is the power of two that makes it a multiple of 1
-    u32 down_bits;      // what the exponent bits exceed those of the spacing by
-    int shift;          // from exponent bits to the number of magnitudes below
+    u32 up_bits;  // minus the exponent bits of a number, this is the power of two that makes it a multiple of 1
+    u32 down_bits;  // what the exponent bits exceed those of the spacing by
+    int shift;  // from exponent bits to the number of magnitudes below
 };
 
 __device__ __forceinline__ Rounding rounding_of(const Format& f) {
-    return {f.largest, u32(f.min_exponent + 127) << 23, u32(254 + f.mantissa) << 23, u32(f.mantissa) << 23, 23 - f.mantissa};
+    return {f.largest, u32(f.min_exponent + 127) << 23, u32(254 + f.mantissa) << 23, u32(f.mantissa) << 23,
+            23 - f.mantissa};
 }
 
 // The nearest magnitude of the format to |y|, ties to even, as its index; `level` gets the magnitude itself. The largest
@@ -42,7 +43,8 @@ __device__ __forceinline__ u32 nearest(const Rounding& r, float y, float* level)
 
 __device__ __forceinline__ float round_step(double step) {
     float x = __double2float_rn(step < 1.1754943508222875e-38 ? 1.1754943508222875e-38
-                                : step > 8.507059173023462e37 ? 8.507059173023462e37 : step);
+                                : step > 8.507059173023462e37 ? 8.507059173023462e37
+                                                              : step);
     return __uint_as_float((f2b(x) + 0x8000u) & 0xffff0000u);
 }
 
@@ -72,7 +74,10 @@ __device__ void fit_moments(const Format& f, Fit& fit, u64 nonzero, double absol
         } else if (ratio < f.ratios[high]) {
             while (high - low > 1) {
                 int middle = (low + high) / 2;
-                if (f.ratios[middle] <= ratio) low = middle; else high = middle;
+                if (f.ratios[middle] <= ratio)
+                    low = middle;
+                else
+                    high = middle;
             }
             double slope = 1.0 / (f.ratios[low + 1] - f.ratios[low]);
             fit.beta = int(rint(slope * (ratio - f.ratios[low]) + low));
@@ -243,7 +248,9 @@ struct FewCounts {
         odd += low >> 4 & mask;
         low = 0;
     }
-    __device__ __forceinline__ u32 of(int symbol) const { return u32((symbol & 1 ? odd : even) >> 8 * (symbol >> 1)) & 255; }
+    __device__ __forceinline__ u32 of(int symbol) const {
+        return u32((symbol & 1 ? odd : even) >> 8 * (symbol >> 1)) & 255;
+    }
 };
 
 // Symbols of u = g + decay·e, how often each comes, and e ← u − value(symbol): one pass over a tile of a tensor.
@@ -342,10 +349,14 @@ extern "C" __global__ void __launch_bounds__(256) convert(Job* job, const Where*
     __syncthreads();
     bool wide = t.dtype == FP32 && !(((u64)(t.gradient) | (u64)(t.before) | (u64)(t.after)) & 15);
     bool few = stream.alphabet <= 16;
-    if (few && wide) convert_tile<true, true>(job, where, counts);
-    else if (few) convert_tile<true, false>(job, where, counts);
-    else if (wide) convert_tile<false, true>(job, where, counts);
-    else convert_tile<false, false>(job, where, counts);
+    if (few && wide)
+        convert_tile<true, true>(job, where, counts);
+    else if (few)
+        convert_tile<true, false>(job, where, counts);
+    else if (wide)
+        convert_tile<false, true>(job, where, counts);
+    else
+        convert_tile<false, false>(job, where, counts);
     __syncthreads();
     if (counts[threadIdx.x]) atomicAdd(stream.counts + threadIdx.x, u64(counts[threadIdx.x]));
 }
