@@ -24,6 +24,11 @@ class _Known:
     plans: list[FramePlan] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def plan_anew(self, recipes: ModelRecipes, clock: int) -> None:
+        """Make the plan with the recipes of now; what followed from the one before is forgotten."""
+        self.generation, self.facts = recipes.generation, {}
+        self.plans = recipes.plan_frames(self.parts, clock)
+
 
 class KnownPlans:
     """Plans of the lists of parts that were announced, and facts about these plans.
@@ -53,8 +58,7 @@ class KnownPlans:
             return self._recipes.plan_frames(parts, clock)
         if known.generation != self._recipes.generation:
             self._by_plans.pop(id(known.plans), None)
-            known.generation, known.facts = self._recipes.generation, {}
-            known.plans = self._recipes.plan_frames(parts, clock)
+            known.plan_anew(self._recipes, clock)
             self._by_plans[id(known.plans)] = known
         return known.plans
 

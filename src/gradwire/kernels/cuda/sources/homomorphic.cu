@@ -42,10 +42,10 @@ __device__ __forceinline__ void quantize_unit(const float* gradient, const float
         for (int k = 0; k < kEntries; k++) {
             float after = memory ? __fmul_rn(e[k], decay) : 0.0f;
             if (g[k] != 0) {  // an entry whose gradient is zero is not sent
-                float u = memory ? compensated(g[k], e[k], decay) : g[k];
+                float sum = memory ? sum_of(g[k], e[k], decay) : g[k], u = memory ? limited(sum, kFloatMax) : sum;
                 float q = on_grid(grid, u, i + k);
                 after = __fsub_rn(u, __fmul_rn(q, grid.step));
-                u32 magnitude_ = is_finite(g[k]) ? magnitude(u) : 0x7f800000u;
+                u32 magnitude_ = is_finite(g[k]) && sum == sum ? magnitude(u) : 0x7f800000u;
                 top = magnitude_ > top ? magnitude_ : top;
                 square += double(u) * double(u);
                 words[k / fields] += u32(int(q)) << (fields == 1 ? 0 : bits * (k % fields));
