@@ -60,6 +60,7 @@ class GradientExchange:
         self.coder, self.link, self.host, self.aggregate = coder, link, host, aggregate
         self.messages = 0  # sent since the last `use`
         self._cut: dict[Hashable, tuple[Any, list[list[TensorPart]]]] = {}  # the messages of each submission
+        self._submitted: set[Hashable] = set()  # keys of this step
         self._loss_scale, self._long_messages = loss_scale, False
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
         self._broken: AggregateError | None = None  # why the link cannot be used any more
@@ -106,6 +107,7 @@ class GradientExchange:
         """
         places = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for name, t in tensors]
         now = places, self.coder.recipes.generation, self._long_messages
+        self._submitted.add(key)
         known = self._cut.get(key)
         if known is None or known[0] != now:
             known = self._cut[key] = now, list(self._messages_of(tensors))
@@ -144,7 +146,15 @@ class GradientExchange:
         except BaseException as error:
             self.abandon_step(error)
             raise
+        self._forget_old_messages()
         return self._tensors.take_touched()
+
+    def _forget_old_messages(self) -> None:
+        """Let go of what did not come in this step: DDP forms other buckets after its first."""
+        for key in self._cut.keys() - self._submitted:
+            del self._cut[key]
+            self.coder.known.expect(key, ())
+        self._submitted.clear()
 
     def abandon_step(self, error: BaseException | None = None) -> None:
         """Give up the step under way, because of an error: memories are as they were before it."""

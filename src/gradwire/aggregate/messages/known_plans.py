@@ -45,11 +45,13 @@ class KnownPlans:
 
     def expect(self, key: Hashable, lists: Iterable[Sequence[TensorPart]]) -> None:
         """Announce lists of parts that will come again; those that had the same key before will not."""
-        for known in self._by_key.get(key, ()):
+        for known in self._by_key.pop(key, ()):
             self._by_parts.pop(id(known.parts), None)
             self._by_plans.pop(id(known.plans), None)
-        self._by_key[key] = [_Known(parts) for parts in lists]
-        self._by_parts.update((id(known.parts), known) for known in self._by_key[key])
+        expected = [_Known(parts) for parts in lists]
+        if expected:
+            self._by_key[key] = expected
+            self._by_parts.update((id(known.parts), known) for known in expected)
 
     def of_parts(self, parts: Sequence[TensorPart], clock: int) -> list[FramePlan]:
         """Return the frames that these parts are sent in at this step."""
