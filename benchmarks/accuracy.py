@@ -135,7 +135,9 @@ class Worker:
             local._round = SyncRound(coder, AllGather(link), local._buffers)
             self.local._start_alike = lambda: None  # type: ignore[method-assign]  # their seed makes them alike
         else:
-            self.state = gradwire.ddp.State(spec, self.model, optimizer=self.optimizer, aggregate="all_gather")
+            self.state = gradwire.ddp.State(
+                spec, self.model, optimizer=self.optimizer, aggregate="all_gather", memory=options.memory
+            )
             self.state.connect(link)
             self.state.exchange._thread.inline = True
             coder = self.state.exchange.coder
@@ -247,6 +249,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
         "spec": str(gradwire.recipe(RUNS.get(options.one, (options.one, None))[0])),
         "task": options.task,
         "seed": options.seed,
+        "memory": options.memory,
         "steps": results[0]["steps"],
         **results[0]["figures"],
         "frame_bytes": sum(r["stats"]["frame_bytes"] for r in results) / WORKERS,
@@ -321,6 +324,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", default="cifar10", choices=["cifar10", "text", "digits"])
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", default="fp32", choices=["fp32", "bf16"], help="of errors, without local steps")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), metavar="NAME or SPEC")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--epochs", type=int, default=10)

@@ -71,11 +71,12 @@ class DataParallel(nn.Module):
         timeout: float | None = None,
         aggregator: str | None = None,
         aggregator_fallback: bool = False,
+        memory: str = "fp32",
     ):
         super().__init__()
         _check(module)
         self.module = module
-        options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback)
+        options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
         self.gradwire = DataParallelHandle(Gradients(spec, named_parameters(module), process_group, options))
         self._gradients.connect()
         _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])

@@ -44,10 +44,11 @@ class State(Gradients):
         timeout: float | None = None,
         aggregator: str | None = None,
         aggregator_fallback: bool = False,
+        memory: str = "fp32",
     ):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = None if inner is None else named_parameters(inner)
-        options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback)
+        options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
         super().__init__(spec, parameters, process_group, options)
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
@@ -103,7 +104,7 @@ class State(Gradients):
             refuse_pickling("the state of a hook in use")
         remade = functools.partial(
             State, self._spec, aggregate=options.aggregate, timeout=options.timeout, aggregator=options.aggregator,
-            aggregator_fallback=options.aggregator_fallback,
+            aggregator_fallback=options.aggregator_fallback, memory=options.memory,
         )  # fmt: skip
         return remade, ()
 
@@ -157,6 +158,7 @@ def attach(
     timeout: float | None = None,
     aggregator: str | None = None,
     aggregator_fallback: bool = False,
+    memory: str = "fp32",
 ) -> DDPHandle:
     """Compress the gradients of a DDP model. `spec` is a recipe, or a dict from name patterns to recipes.
 
@@ -171,6 +173,9 @@ def attach(
     With the recipe `homomorphic` gradients are added up on their way: over the process group, or by the `aggregator` at
     "host:port" (docs/aggregator.md). With `aggregator_fallback` training goes on over the process group if the
     aggregator does not answer.
+
+    `memory` says how error memory is kept: "fp32" (8 bytes a parameter: two copies, one of them provisional), or "bf16"
+    with stochastic rounding, which takes half of that (docs/accuracy.md says what it costs).
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, DistributedDataParallel):
@@ -183,7 +188,7 @@ def attach(
         state = State(
             spec, model, model.process_group, optimizer,
             grad_scaler=grad_scaler, aggregate=aggregate, timeout=timeout,
-            aggregator=aggregator, aggregator_fallback=aggregator_fallback,
+            aggregator=aggregator, aggregator_fallback=aggregator_fallback, memory=memory,
         )  # fmt: skip
         state.connect()
     except BaseException:

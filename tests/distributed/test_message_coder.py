@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -12,13 +14,14 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import TensorPart, whole_tensors
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.correct.worker_memories import WorkerMemories
+from support.cuda_on_cpu import cuda_on_cpu
 from support.helpers import gradient
 
 STOCHASTIC = ["qsgd", "terngrad", "orq", "co3:rounding=stochastic"]
 
 
-def coder(spec: str, rank: int = 0) -> MessageCoder:
-    return MessageCoder(ModelRecipes(spec), WorkerMemories(), StepLedger(), rank, world=3)
+def coder(spec: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> MessageCoder:
+    return MessageCoder(ModelRecipes(spec), WorkerMemories(dtype), StepLedger(), rank, world=3)
 
 
 def message(by: MessageCoder, name: str, tensor: torch.Tensor) -> bytes:
@@ -55,6 +58,24 @@ def test_what_was_sent_and_what_is_remembered_is_what_came_in():
         by.end_step()
     remembered = by.memories.errors.memory["weight"].double()
     torch.testing.assert_close(sent + remembered, 5 * tensor.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("spec", ["co3:decay=1", "topk:p=0.01"])
+def test_memory_in_bf16_loses_nothing_on_average(spec, emulated):
+    """By the host's codecs and by the GPU's kernels; with topk most entries are added up for many steps."""
+    by, tensor = coder(spec, dtype=torch.bfloat16), gradient(9000)
+    sent, steps = torch.zeros(9000, dtype=torch.float64), 40
+    with cuda_on_cpu() if emulated else nullcontext():
+        for _ in range(steps):
+            sent += gradwire.decode(message(by, "weight", tensor)).double()
+            by.end_step()
+    memory = by.memories.errors.memory["weight"]
+    assert memory.dtype == torch.bfloat16
+    lost = steps * tensor.double() - sent - memory.double()
+    size = memory.double().abs().mean()
+    assert lost.mean().abs() < 0.01 * size
+    assert lost.abs().mean() < 0.02 * size * steps**0.5
 
 
 @pytest.mark.parametrize("finite", [True, False])

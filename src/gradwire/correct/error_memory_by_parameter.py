@@ -1,7 +1,7 @@
 """Error feedback with decay (the "correct" of CO3): u = g + γe is sent as ĝ, and e ← u − ĝ.
 
-Memory is fp32, kept by parameter name (DDP rebuilds its buckets after the first step), and provisional
-within a step: `commit` when all workers' gradients were finite, `rollback` when one was not.
+Memory is fp32 (or bf16, memory_dtype.py), kept by parameter name (DDP rebuilds its buckets after the first step), and
+provisional within a step: `commit` when all workers' gradients were finite, `rollback` when one was not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from gradwire.errors import GradwireError
 
 
 class ErrorMemory:
-    """The error memory of one worker: what each parameter's frames have left out so far, in fp32.
+    """The error memory of one worker: what each parameter's frames have left out so far, in fp32 or bf16.
 
     Within a step, memory is read from one buffer and written to another, which counts only after `commit`: a step in
     which some worker's gradient was not finite is undone by `rollback`. One thread at a time may call it; between two
     steps any thread may.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
         self.memory: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
         self._pending: set[str] = set()
@@ -30,7 +31,7 @@ class ErrorMemory:
     def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (memory to read, memory to write) of a parameter; the second counts only after `commit`."""
         if name not in self.memory:
-            self.memory[name] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
+            self.memory[name] = torch.zeros(gradient.shape, dtype=self.dtype, device=gradient.device)
         memory = self.memory[name]
         if memory.device != gradient.device:  # of a checkpoint, or of a recipe without kernels for that device
             memory = self.memory[name] = memory.to(gradient.device)
@@ -62,7 +63,7 @@ class ErrorMemory:
 
     def add(self, name: str, memory: torch.Tensor, times: float) -> None:
         """Add `times` this memory to that of a parameter, between two steps."""
-        present = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=torch.float32))
+        present = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=self.dtype))
         present.add_(memory, alpha=times)
 
     def rescale(self, factor: float) -> None:
@@ -87,7 +88,7 @@ class ErrorMemory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over copies of a state's memory in place of all that there is."""
         memory = memory_in(state)
-        self.memory = {name: e.detach().to("cpu", torch.float32, copy=True) for name, e in memory.items()}
+        self.memory = {name: e.detach().to("cpu", self.dtype, copy=True) for name, e in memory.items()}
         self._spare.clear()
         self._pending.clear()
 

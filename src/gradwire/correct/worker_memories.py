@@ -22,8 +22,8 @@ class WorkerMemories:
     steps. State that is saved is free of the loss scale.
     """
 
-    def __init__(self) -> None:
-        self.errors, self.velocity = ErrorMemory(), Velocity()
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.errors, self.velocity = ErrorMemory(dtype), Velocity()
         self.scale = 1.0  # of the loss, and with it of gradients and memories
         self._factors: dict[str, Factor] = {}  # of the parameters whose momentum is accumulated here
         self._sent: dict[str, torch.Tensor] = {}

@@ -24,6 +24,7 @@ from gradwire.aggregate.peers.handshake import Facts, describe
 from gradwire.aggregate.sums.aggregator_for_all_or_none import aggregator_sums
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.spec_by_name import Spec
+from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.correct.momentum import Takeover
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.engine import auto
@@ -55,7 +56,8 @@ class Gradients:
     ):  # fmt: skip
         self._target_error = auto.parse(spec) if isinstance(spec, str) else None  # None unless the spec is `auto`
         self.recipes = ModelRecipes(spec if self._target_error is None else auto.CANDIDATES[0])
-        self.memories, self.ledger, self.probe = WorkerMemories(), StepLedger(), ErrorProbe()
+        self.memories = WorkerMemories(memory_dtype(options.memory))
+        self.ledger, self.probe = StepLedger(), ErrorProbe()
         self._spec_text = str(self.recipes) if self._target_error is None else str(spec)
         self.options = options
         self._monitor: Monitor | None = None
@@ -71,6 +73,8 @@ class Gradients:
         self._plain_step: PlainStep | None = None
         self._takeover: Takeover | None = None
         check_recipes(self.recipes, parameters is not None)
+        if options.memory != "fp32" and self.recipes.any("sums"):
+            raise SpecError(f"{self._spec_text} adds up integers, and needs memory='fp32'")
         if options.aggregator is not None and not self.recipes.any("sums"):
             raise SpecError(f"an aggregator adds up integers, which {self._spec_text} does not send: use 'homomorphic'")
         self._tensors: Facts = {}

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from gradwire.aggregate.exchanges.gradient_exchange import ALL_GATHER, SCATTER_REDUCE
+from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.errors import SpecError, unknown_name
 
 HIERARCHICAL = "hierarchical"
@@ -32,12 +33,16 @@ class Options:
     timeout: float | None = None  # seconds
     aggregator: str | None = None  # host:port
     aggregator_fallback: bool = False  # whether to go on without it
+    memory: str = "fp32"  # how error memory is kept
 
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATIONS:
             raise unknown_name("aggregation", self.aggregate, AGGREGATIONS)
         if self.aggregator_fallback and self.aggregator is None:
             raise SpecError("aggregator_fallback goes with aggregator='host:port', which is missing")
+        memory_dtype(self.memory)
+        if self.memory != "fp32" and self.aggregate == "hierarchical":
+            raise SpecError("aggregate='hierarchical' adds up error memories of a host: use memory='fp32' with it")
         if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
             raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):

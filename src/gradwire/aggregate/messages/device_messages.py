@@ -8,7 +8,6 @@ returning None or False, with nothing changed that counts.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import chain
 
 import torch
 
@@ -16,6 +15,7 @@ from gradwire import gpu
 from gradwire.aggregate.messages.frame_coding import MemorySlot
 from gradwire.aggregate.messages.frame_plan import FramePlan
 from gradwire.aggregate.transport.message_prefix import PREFIX
+from gradwire.correct.memory_dtype import keep
 from gradwire.gpu.presence import NonzeroFinder
 from gradwire.gpu.workspace import Workspace
 
@@ -72,9 +72,10 @@ class DeviceMessages:
         length = coder.encoder.encode(tasks, out).wait()
         if length is None:
             return None
-        for slot, written in zip(chain(*memory), chain(*wide), strict=True):
-            if written is not slot:
-                slot.after.copy_(written.after)
+        for slots, written, seed in zip(memory, wide, seeds, strict=True):
+            for slot, new in zip(slots, written, strict=True):
+                if new is not slot:
+                    keep(new.after, slot.after, seed)
         start = PREFIX + len(note)
         block = self._block(key, start + length, to, pinned=device.type == "cuda")
         if note:

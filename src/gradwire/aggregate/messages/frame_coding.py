@@ -16,6 +16,7 @@ import torch
 
 from gradwire import codecs
 from gradwire.aggregate.messages.frame_plan import FramePlan
+from gradwire.correct.memory_dtype import keep
 from gradwire.errors import AggregateError, FrameError
 from gradwire.frame import headers
 
@@ -54,7 +55,7 @@ def encode_frame(
     memories = join([m.before.float() if m.factor == 1 else m.before.float() * m.factor for m in memory])
     length = plan.codec.encode_into(joined, out, residual=memories, decay=decay, seed=seed, segments=segments)
     for slot, updated in zip(memory, memories.view(-1).split(plan.sizes), strict=True):
-        slot.after.view(-1).copy_(updated)
+        keep(updated, slot.after, seed)
     return length
 
 

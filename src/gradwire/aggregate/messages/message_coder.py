@@ -68,7 +68,7 @@ class MessageCoder:
         the key: the next message with the same key is written over this one. It is on the device `to` if it could be
         made on a GPU, and else in the host's memory.
         """
-        if not self.probe.active and self._is_on_device(plans):
+        if not self.probe.active and not self._masks_what_is_rounded and self._is_on_device(plans):
             found = self._encode_on_device(key, plans, note, to, self.corrected, self.memories.errors)
             if found is not None:
                 return found
@@ -181,6 +181,11 @@ class MessageCoder:
         """
         with self.ledger.decoding():
             return bool(messages) and self._is_on_device(plans) and self._on_device.average(plans, messages, present)
+
+    @property
+    def _masks_what_is_rounded(self) -> bool:
+        """Whether masks are needed of what was sent, and memories that are rounded do not tell (`_sent`)."""
+        return self.memories.errors.dtype != torch.float32 and self.recipes.any("mask")
 
     def _is_on_device(self, plans: Sequence[FramePlan]) -> bool:
         return self.known.fact("is on a device", plans, is_on_device)
