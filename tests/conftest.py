@@ -76,8 +76,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
+    functions = set()
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
+        function = item.path, getattr(item, "originalname", item.name)
+        if folder == "gpu_sources" and function in functions:  # each takes a while on the CPU: the first stands for all
+            item.add_marker(pytest.mark.thorough)
+        functions.add(function)
         if folder == "gpu":  # not marked there, since those files do without pytest
             item.add_marker(pytest.mark.gpu)
         needs_gpu = item.get_closest_marker("gpu") is not None

@@ -244,6 +244,9 @@ def test_who_accepts_and_does_not_answer_is_stopped(ranks):
 def test_the_cause_that_another_rank_found_is_handed_on(ranks):
     """Only the owner of a shard sees that a message is damaged; the others see that it leaves."""
     ranks[2].announce_failure("rank 1 sent what this rank cannot use (checksum mismatch)")
+    until = time.monotonic() + 10  # nobody waits for an answer, so that it may still be on its way
+    while not ranks[0].somebody_failed() and time.monotonic() < until:
+        time.sleep(0.01)
     vanish(ranks[2])
     assert explain(ranks[0]).startswith("rank 1 sent what this rank cannot use (checksum mismatch)")
 
