@@ -17,10 +17,10 @@ C_SOURCES := $(wildcard native/*.cpp native/*.h src/gradwire/aggregator/*/*.h sr
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
 
-test: $(VENV)/.test        ## the quick tests, two at a time: every promise once, in under three minutes
+test: $(VENV)/.test        ## the quick tests, two at a time: every promise once, in some four minutes
 	$(BIN)/python -m pytest --quick -n 2
 
-test-all: test             ## the quick tests and then all others, in under eight minutes
+test-all: test             ## the quick tests and then all others, in some ten minutes
 	$(BIN)/python -m pytest --rest -n 2
 
 # Without an index to install from: PYTHONPATH=src:tests python -m pytest --gpu; without pytest: python tests/gpu/run.py
