@@ -17,8 +17,10 @@ import torch
 from gradwire.convert.conversion import Converter
 from gradwire.cuda_runtime import programs
 from gradwire.cuda_runtime.launcher import Arguments
+from gradwire.frame.byte_fields import varint
 
 RAW, RANS = 0, 3
+ONE = b"\x80\x3f"  # as bf16: the step of tensors that are zero everywhere
 SOME_BLOCKS = 528  # four for each of 132 multiprocessors
 GENNORM, HISTOGRAM = 1, 2  # bits of the models that may be used
 
@@ -86,6 +88,22 @@ class FramePieces:
     pieces: list[Bytes | int]
     streams: list[StreamPlan]
     own: list[int] = field(default_factory=list)  # bytes of scratch for each tensor
+
+
+def stated_steps(front: bytes, tensors: Sequence[TensorTask]) -> Bytes:
+    """Return side information with a step for each tensor, which kernels fill in; of several tensors also the lengths.
+
+    `front` stands before them. This is how codecs 1 and 3 state their segments (docs/wire-format.md).
+    """
+    side, steps, several = bytearray(front), [], len(tensors) > 1
+    if several:
+        side += varint(len(tensors))
+    for tensor in tensors:
+        if several:
+            side += varint(tensor.gradient.numel())
+        steps.append(len(side))
+        side += ONE
+    return Bytes(bytes(side), steps)
 
 
 class Batch:

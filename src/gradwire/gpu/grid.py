@@ -7,9 +7,8 @@ import numpy as np
 from gradwire.convert.conversion import Converter
 from gradwire.convert.ecq import Ecq
 from gradwire.cuda_runtime import programs
-from gradwire.frame.byte_fields import varint
 from gradwire.frame.headers import GRID, SEGMENTED
-from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan, Unpack
+from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan, Unpack, stated_steps
 from gradwire.gpu.structures import SAMPLE
 from gradwire.kernels import grid_capacity
 
@@ -38,21 +37,14 @@ class GridFamily(Family):
     def pieces(self, task: FrameTask) -> FramePieces:
         """Return the grid with the step of each tensor, how long the list of outliers is, symbols, and outliers."""
         assert isinstance(task.converter, Ecq)
-        side, steps, several = bytearray([LARGEST, 2, 0, 0]), [], len(task.tensors) > 1
-        if several:
-            side += varint(len(task.tensors))
-        for tensor in task.tensors:
-            if several:
-                side += varint(tensor.gradient.numel())
-            steps.append(len(side))
-            side += b"\x80\x3f"
+        side = stated_steps(bytes([LARGEST, 2, 0, 0]), task.tensors)
         capacity, sorts = grid_capacity(task.count), min(SORTS, -(-task.count // SORTED))
         of_sort = 4 * SORTED + 2 * (SORTED + 8)  # bytes; with sums, where the target is an error
         of_sort += 16 * (SORTED + 8) if task.converter.target.rate is None else 0
         return FramePieces(
             GRID,
-            SEGMENTED if several else 0,
-            [Bytes(bytes(side), steps), Bytes(most=LENGTH_BYTES), 0, Bytes(most=64 + 8 * capacity)],
+            SEGMENTED if len(task.tensors) > 1 else 0,
+            [side, Bytes(most=LENGTH_BYTES), 0, Bytes(most=64 + 8 * capacity)],
             # The kernels say how many symbols there really are.
             [StreamPlan(2 * LARGEST + 1, LARGEST)],
             own=[HEAD + sorts * of_sort + 8 * capacity] + [0] * (len(task.tensors) - 1),

@@ -38,7 +38,6 @@ from gradwire.gpu.workspace import Workspace, host_bytes
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_RAW_BITS = 8  # of a symbol: what bounds the number of chunks
 BITS_PER_CHUNK = 2048 * 64  # as in sources/coding.cu
-SMALLEST_CHUNK = 2048 * 64  # entries, by the limit on rows
 
 
 def aligned(size: int, to: int = 16) -> int:

@@ -9,9 +9,8 @@ import numpy as np
 from gradwire.compress.coders import RANS
 from gradwire.convert.conversion import Converter
 from gradwire.convert.minifloat import Minifloat, pack_format
-from gradwire.frame.byte_fields import varint
 from gradwire.frame.headers import MINIFLOAT, SEGMENTED
-from gradwire.gpu.families import GENNORM, HISTOGRAM, Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan
+from gradwire.gpu.families import GENNORM, HISTOGRAM, Batch, Family, FramePieces, FrameTask, StreamPlan, stated_steps
 from gradwire.gpu.structures import SAMPLE
 from gradwire.models import gennorm_moments, gennorm_tables
 from gradwire.models.gennorm_moments import GRID
@@ -40,17 +39,10 @@ class MinifloatFamily(Family):
         """Return side information with the step of each tensor, and the symbols."""
         converter = task.converter
         assert isinstance(converter, Minifloat)
-        side, steps, several = bytearray(pack_format(converter.format)), [], len(task.tensors) > 1
-        if several:
-            side += varint(len(task.tensors))
-        for tensor in task.tensors:
-            if several:
-                side += varint(tensor.gradient.numel())
-            steps.append(len(side))
-            side += b"\x80\x3f"
+        side = stated_steps(pack_format(converter.format), task.tensors)
         models = sum({"gennorm": GENNORM, "histogram": HISTOGRAM}[model.name] for model in converter.models)
         stream = StreamPlan(converter.format.symbols, converter.format.zero_symbol, models=models)
-        return FramePieces(MINIFLOAT, SEGMENTED if several else 0, [Bytes(bytes(side), steps), 0], [stream])
+        return FramePieces(MINIFLOAT, SEGMENTED if len(task.tensors) > 1 else 0, [side, 0], [stream])
 
     def format(self, converter: Converter) -> np.ndarray:
         """Return the format's shape and the shipped tables of the GenNorm."""

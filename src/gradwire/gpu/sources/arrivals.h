@@ -60,6 +60,22 @@ struct DecodeJob {
     int spare;
 };
 
+// A thread's symbols of a tile of 4096 entries: four at a time, from entry `begin` on, then 1024 further on; 0 beyond the
+// end. By a block of 256 threads.
+__device__ __forceinline__ void load_symbols(const u8* symbols, i64 begin, i64 end, u32* mine) {
+#pragma unroll
+    for (int h = 0; h < 4; h++) {
+        i64 i = begin + 1024 * h;
+        mine[h] = 0;
+        if (i + 4 <= end && !((u64)(symbols) & 3)) {
+            mine[h] = *reinterpret_cast<const u32*>(symbols + 1024 * h);
+        } else {
+            for (int k = 0; k < 4; k++)
+                if (i + k < end) mine[h] |= u32(symbols[1024 * h + k]) << 8 * k;
+        }
+    }
+}
+
 // Reads a frame without ever leaving it: beyond its end everything is 0, and `bad` is set.
 struct Reader {
     const u8* bytes;

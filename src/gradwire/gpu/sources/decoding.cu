@@ -591,17 +591,7 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
         const Arrival& arrival = job->arrivals[source.arrival];
         const u8* symbols = arrival.symbols + source.first + begin;
         u32 mine[4];
-#pragma unroll
-        for (int h = 0; h < 4; h++) {
-            i64 i = begin + 1024 * h;
-            mine[h] = 0;
-            if (i + 4 <= target.count && !((u64)(symbols) & 3)) {
-                mine[h] = *reinterpret_cast<const u32*>(symbols + 1024 * h);
-            } else {
-                for (int k = 0; k < 4; k++)
-                    if (i + k < target.count) mine[h] |= u32(symbols[1024 * h + k]) << 8 * k;
-            }
-        }
+        load_symbols(symbols, begin, target.count, mine);
         __syncthreads();
         float value = received(__fmul_rn(arrival.levels[tid], arrival.steps[source.segment]), arrival.dtype);
         if (weight != 1.0f) value = __fmul_rn(value, weight);

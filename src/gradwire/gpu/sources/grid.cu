@@ -1,4 +1,5 @@
 // ECQ's conversion: symbols, outliers and the new error memory, by the grid that grid_search.cu found.
+#include "few_counts.h"
 #include "grid.h"
 
 const int kListed = 2048;    // outliers of a tile; with more the host encodes the message
@@ -50,21 +51,6 @@ __device__ void list_outliers(Job* job, const Tensor& t, int tile, Scratch& s, c
     __syncthreads();
     if (tid < 32 && sizes[tid]) atomicAdd(&s.sizes[tid], sizes[tid]);
 }
-
-// How often each symbol comes, of one thread: 4 bits for each of up to 16 symbols, moved to 8 bits before they overflow.
-struct FewCounts {
-    u64 low, even, odd;
-    __device__ __forceinline__ void add(u32 symbol) { low += u64(1) << 4 * symbol; }
-    __device__ __forceinline__ void widen() {
-        const u64 mask = 0x0f0f0f0f0f0f0f0full;
-        even += low & mask;
-        odd += low >> 4 & mask;
-        low = 0;
-    }
-    __device__ __forceinline__ u32 of(int symbol) const {
-        return u32((symbol & 1 ? odd : even) >> 8 * (symbol >> 1)) & 255;
-    }
-};
 
 // What a tile's threads share.
 struct Tile {

@@ -59,17 +59,7 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
         const LevelsPart part = plan.parts()[source.segment];
         const u8* symbols = arrival.symbols + source.first + begin;
         u32 mine[4];
-#pragma unroll
-        for (int h = 0; h < 4; h++) {
-            i64 i = begin + 1024 * h;
-            mine[h] = 0;
-            if (i + 4 <= end && !((u64)(symbols) & 3)) {
-                mine[h] = *reinterpret_cast<const u32*>(symbols + 1024 * h);
-            } else {
-                for (int k = 0; k < 4; k++)
-                    if (i + k < end) mine[h] |= u32(symbols[1024 * h + k]) << 8 * k;
-            }
-        }
+        load_symbols(symbols, begin, end, mine);
         int shift = plan.bucket_bits, s = plan.levels;
         int item = (plan.kind == EXPLICIT ? s : plan.kind == EVEN ? 2 : 1) * (plan.precision == FP32 ? 4 : 2);
         i64 first = (part.position + from) >> shift, last = (part.position + end - 1) >> shift;

@@ -1,5 +1,5 @@
 // CO3's conversion: a sample, the GenNorm that fits it, the best step, then symbols and the new error memory.
-#include "common.h"
+#include "few_counts.h"
 
 const int kRuns = 1024, kRun = 64, kSample = kRuns * kRun, kPart = 1024, kTile = 8192;
 const int kOthers = 12, kSteps = kOthers + 1, kScanned = 1 << 14;
@@ -237,21 +237,6 @@ extern "C" __global__ void try_steps(Job* job, const Where* parts) {
         if (sums[kSteps + j] < sums[kSteps + best]) best = j;
     state_step(t, fit, fit.nonzero && sums[best] < sums[0] * 0.98 ? steps[best] : fit.step);
 }
-
-// How often each symbol comes, of one thread: 4 bits for each of up to 16 symbols, moved to 8 bits before they overflow.
-struct FewCounts {
-    u64 low, even, odd;
-    __device__ __forceinline__ void add(u32 symbol) { low += u64(1) << 4 * symbol; }
-    __device__ __forceinline__ void widen() {
-        const u64 mask = 0x0f0f0f0f0f0f0f0full;
-        even += low & mask;
-        odd += low >> 4 & mask;
-        low = 0;
-    }
-    __device__ __forceinline__ u32 of(int symbol) const {
-        return u32((symbol & 1 ? odd : even) >> 8 * (symbol >> 1)) & 255;
-    }
-};
 
 // Symbols of u = g + decay·e, how often each comes, and e ← u − value(symbol): one pass over a tile of a tensor.
 // FEW: the alphabet has up to 16 symbols. WIDE: fp32 at addresses that are multiples of 16.
