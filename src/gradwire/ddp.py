@@ -49,22 +49,26 @@ class State(Gradients):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = None if inner is None else named_parameters(inner)
         options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
-        super().__init__(spec, parameters, process_group, options)
+        # If no rank has used a parameter, DDP does not write its mean back: ranks have to say which ones they have.
+        self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
+        super().__init__(spec, parameters, process_group, options, has_all=not self._finds_unused)
         self._spec = spec
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; the call for the last bucket of a step waits for all of them."""
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         buffer = bucket.buffer()
+        # On a GPU the mean may be there only when the stream is that sets the result: the future tells DDP's.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
         try:
             if buffer.layout != torch.strided:
                 raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
             if self.plain:
                 return self._reduce_plainly(bucket)
             named = self._named(bucket)
-            # If no rank has used a parameter, DDP does not write its mean back: momentum that was sent would be lost.
+            # Momentum that was sent would be lost.
             unused = (
                 [name for name, gradient in named if present_tensors.is_zero(gradient)] if self._finds_unused else ()
             )

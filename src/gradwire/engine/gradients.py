@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Collection, Hashable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ from gradwire.catalogue.spec_by_name import Spec
 from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.correct.momentum import Takeover
 from gradwire.correct.worker_memories import WorkerMemories
+from gradwire.cuda_runtime import programs
 from gradwire.engine import auto
 from gradwire.engine.checks import check_dtypes, check_momentum, check_recipes
 from gradwire.engine.log import Monitor
 from gradwire.engine.options import HIERARCHICAL, Options
 from gradwire.engine.plain_step import PlainStep
 from gradwire.engine.tuner import Tuner
-from gradwire.errors import SpecError
+from gradwire.errors import AggregateError, SpecError
 
 
 def named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -48,11 +50,13 @@ class Gradients:
     ranks, then `finish_step`. Encoding and exchanging go on in another thread in between, so submitted tensors are not
     to be touched before the step is finished. The parts that it owns are changed by their own methods alone: `recipes`,
     `memories` (what was not sent), `ledger` (figures), `probe` (errors), `exchange` (the way to the other ranks).
+
+    `has_all` says that every rank has a gradient of every parameter in every step, or zeros in its place.
     """
 
     def __init__(
         self, spec: Spec, parameters: Iterable[tuple[str, torch.Tensor]] | None, group: dist.ProcessGroup | None,
-        options: Options,
+        options: Options, has_all: bool = False,
     ):  # fmt: skip
         self._target_error = auto.parse(spec) if isinstance(spec, str) else None  # None unless the spec is `auto`
         self.recipes = ModelRecipes(spec if self._target_error is None else auto.CANDIDATES[0])
@@ -66,7 +70,9 @@ class Gradients:
         self._group = group
         self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
         self._names: dict[int, str] = {}
-        self._on_gpu = False  # whether all parameters are on GPUs, as far as they are known
+        self._devices: set[torch.device] = set()  # of the parameters, as far as they are known
+        self._on_gpu = False
+        self._has_all = has_all
         self._link: Link | None = None
         self._exchange: GradientExchange | None = None
         self._tuner: Tuner | None = None
@@ -92,7 +98,8 @@ class Gradients:
             self._names[id(parameter)] = name
             self.recipes.of(name)
         self.recipes.know_model([(name, p) for name, p in named if p.requires_grad])
-        self._on_gpu = all(p.is_cuda for _, p in named)
+        self._devices = {p.device for _, p in named}
+        self._on_gpu = all(device.type == "cuda" for device in self._devices)
 
     @property
     def steps(self) -> int:
@@ -157,12 +164,24 @@ class Gradients:
             sums,
             None if options.grad_scaler is None else options.grad_scaler.get_scale,
         )
-        if all(answer == b"\1" for answer in self._link.gather_short(bytes([self._on_gpu]))):
+        answers = self._link.gather_short(bytes([self._on_gpu, self._can_go_unattended(link)]))
+        if all(answer[0] for answer in answers):
             exchange.use_long_messages()
+        if all(answer[1] for answer in answers):
+            exchange.wait_for_nothing()
         is_open &= not self.recipes.sums_all
         self._tuner = Tuner(self._link, exchange, self._target_error, is_open)
         self._plain_step = PlainStep(self._link, exchange)
         return exchange
+
+    def _can_go_unattended(self, link: Link) -> bool:
+        """Tell whether messages of this rank can be made, sent and averaged on a GPU without the host."""
+        alike = len(self._devices) == 1 and self.options.aggregate != HIERARCHICAL
+        return (
+            alike
+            and self._has_all
+            and all(device.type == link.device.type and programs.can_run(device) for device in self._devices)
+        )
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name; without a model, parameters are numbered as they first appear."""
@@ -296,6 +315,8 @@ class Gradients:
         """End the exchange, on all ranks. Figures and memories can still be read."""
         self.close()
         if self._exchange is not None:
+            with suppress(AggregateError):  # the last step was not waited for, and nothing follows it
+                self._exchange.settle()
             self._exchange.close()
             for link in {self._link, self._exchange.link, self._exchange.host}:
                 if link is not None:

@@ -38,6 +38,7 @@ class PlainStep:
     @property
     def has_memories(self) -> bool:
         """Whether something is left in the error memories, so that `add_memories` has to be called."""
+        self._exchange.settle()
         return bool(self._errors.memory)
 
     @torch.no_grad()

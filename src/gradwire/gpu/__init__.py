@@ -3,8 +3,10 @@
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder, can_encode, has_kernels, room_for
 from gradwire.gpu.families import FrameTask, TensorTask
+from gradwire.gpu.layout import MessageLayout
+from gradwire.gpu.unattended import Report, UnattendedMessages
 
 __all__ = [
-    "FrameTarget", "FrameTask", "MessageDecoder", "MessageEncoder", "TensorTask", "can_encode", "has_kernels",
-    "room_for",
+    "FrameTarget", "FrameTask", "MessageDecoder", "MessageEncoder", "MessageLayout", "Report", "TensorTask",
+    "UnattendedMessages", "can_encode", "has_kernels", "room_for",
 ]  # fmt: skip

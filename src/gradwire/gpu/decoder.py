@@ -7,7 +7,7 @@ decoder knows every frame and says what is wrong with a bad one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ from gradwire.gpu.structures import (
     TARGET,
     UNUSUAL,
 )  # fmt: skip
-from gradwire.gpu.workspace import Workspace, host_bytes, make_room
+from gradwire.gpu.workspace import Workspace, host_bytes, make_room, recorded
 from gradwire.models import gennorm_tables
 from gradwire.small_float_formats import PRESETS
 
@@ -74,7 +74,7 @@ class MessageDecoder:
 
     def __init__(self, device: torch.device):
         self.device, self.workspace = device, Workspace(device)
-        self._layouts: dict[tuple[object, ...], _DecodeLayout] = {}
+        self._layouts: dict[tuple[object, ...], DecodeLayout] = {}
 
     def average(
         self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
@@ -84,27 +84,33 @@ class MessageDecoder:
 
         `present` has a flag for each tensor of all frames, for each message: whether the message carries it.
         """
+        layout = self.prepared(frames, messages, present, weight, adds)
+        layout.launch()
+        layout.fetch_status()
+        return PendingMean(layout.status, recorded(self.device))
+
+    def prepared(
+        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
+        weight: float, adds: bool = False, key: Hashable = None,
+    ) -> DecodeLayout:  # fmt: skip
+        """Return the layout of an exchange, which has been told where messages and tensors are."""
         families = [family_of(frame.converter) for frame in frames]
         flags = tuple(map(tuple, present))
-        key = (
+        kind = (
+            key,
             flags,
             *((id(f.converter), f.dtype, f.tensors[0].dtype, tuple(t.numel() for t in f.tensors)) for f in frames),
         )
-        layout = self._layouts.get(key)
+        layout = self._layouts.get(kind)
         if layout is None:
             assert all(family is not None for family in families), "the caller has asked can_encode"
             make_room(self._layouts)
-            layout = self._layouts[key] = _DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
+            layout = self._layouts[kind] = DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
         layout.prepare(frames, messages, weight, adds)
-        layout.launch()
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-        return PendingMean(layout.status, event)
+        return layout
 
 
-class _DecodeLayout:
+class DecodeLayout:
     """One kind of exchange on one device, for any number of steps."""
 
     def __init__(
@@ -218,8 +224,8 @@ class _DecodeLayout:
         }  # fmt: skip
         for name, value in values.items():
             self.job[0][name] = value
-        job = self._dynamic[self._parts[2][0] :]
-        self._on_job, self._on_blocks = Arguments(job), Arguments(job, self.blocks)
+        self.on_device = job = self._dynamic[self._parts[2][0] :]
+        self.on_job, self._on_blocks = Arguments(job), Arguments(job, self.blocks)
         self._combines = [
             (family, len(where), Arguments(job, self._static[at : at + where.nbytes]))
             for (family, where), at in zip(lists.items(), lists_at.values(), strict=True)
@@ -246,16 +252,20 @@ class _DecodeLayout:
 
     def launch(self) -> None:
         """Parse, check, decode and average."""
-        self._start("parse", len(self.arrivals), 256, self._on_job)
+        self._start("parse", len(self.arrivals), 256, self.on_job)
         self._start("check", len(self.arrivals) * self.blocks, 128, self._on_blocks)
         self._start("decode_chunks", len(self.arrivals) * self.blocks, 128, self._on_blocks)
-        for family, blocks, arguments in self._combines:
+        for family, _, _ in self._combines:  # all of them before the first mean is written: they may find damage
             for unpack in family.unpacks:
-                on, number = (self._on_blocks, self.blocks) if unpack.several else (self._on_job, 1)
+                on, number = (self._on_blocks, self.blocks) if unpack.several else (self.on_job, 1)
                 start = programs.kernel(unpack.program, unpack.kernel, self.device)
                 start(len(self.arrivals) * number, unpack.threads, on)
+        for family, blocks, arguments in self._combines:
             program, kernel = family.combines
             programs.kernel(program, kernel, self.device)(blocks, 256, arguments)
+
+    def fetch_status(self) -> None:
+        """Copy the status to the host's memory; it is there when the stream has come so far."""
         self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
 
     def _start(self, name: str, blocks: int, threads: int, arguments: Arguments) -> None:

@@ -6,7 +6,7 @@ Fit, step, table and sizes stay on the device; the host learns the length of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from gradwire.gpu.levels import LEVEL_FAMILIES
 from gradwire.gpu.minifloat import MinifloatFamily
 from gradwire.gpu.sparse import SparseFamily
 from gradwire.gpu.structures import NONFINITE, STATUS
-from gradwire.gpu.workspace import Workspace, make_room
+from gradwire.gpu.workspace import Workspace, make_room, recorded
 
 FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
 FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily(), *LEVEL_FAMILIES)
@@ -70,7 +70,8 @@ def room_for(tasks: Sequence[FrameTask]) -> int:
 class MessageEncoder:
     """Encodes the messages of one device, one after the other, on the current stream of the calling thread.
 
-    A message's result has to be waited for before the next message of the same layout is encoded.
+    A message's result has to be waited for before the next message of the same layout is encoded. Messages of
+    different keys have layouts of their own.
     """
 
     def __init__(self, device: torch.device):
@@ -81,16 +82,30 @@ class MessageEncoder:
 
     def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> PendingMessage:
         """Write the frames of these tasks to the front of `out`, one after the other, and update their memories."""
+        layout = self.prepared(tasks, out)
+        self.launch(layout)
+        layout.fetch_status()
+        return PendingMessage(layout, recorded(self.device))
+
+    def prepared(self, tasks: Sequence[FrameTask], out: torch.Tensor, key: Hashable = None) -> MessageLayout:
+        """Return the layout of a message, which has been told where tensors are and where the message goes."""
         families = [self._family(task.converter) for task in tasks]
-        key = tuple(
-            (id(task.converter), task.shape, task.dtype, tuple(t.gradient.numel() for t in task.tensors))
-            for task in tasks
+        kind = (
+            key,
+            *(
+                (id(task.converter), task.shape, task.dtype, tuple(t.gradient.numel() for t in task.tensors))
+                for task in tasks
+            ),
         )
-        layout = self._layouts.get(key)
+        layout = self._layouts.get(kind)
         if layout is None:
             make_room(self._layouts)
-            layout = self._layouts[key] = MessageLayout(tasks, families, self.workspace, self._formats)
+            layout = self._layouts[kind] = MessageLayout(tasks, families, self.workspace, self._formats)
         layout.prepare(tasks, out)
+        return layout
+
+    def launch(self, layout: MessageLayout) -> None:
+        """Make the message of a layout that is prepared."""
         for family, batch in layout.batches.items():
             family.convert(batch)
         self._launch("choose_few", len(layout.streams), 192, layout)
@@ -100,12 +115,6 @@ class MessageEncoder:
         self._launch("lay_out", 1, 256, layout)
         self._launch("place_chunks", len(layout.chunks), 128, layout)
         self._launch("place_pieces", len(layout.pieces), 128, layout)
-        layout.fetch_status()
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-        return PendingMessage(layout, event)
 
     def _launch(self, name: str, blocks: int, threads: int, layout: MessageLayout) -> None:
         programs.kernel("coding", name, self.device)(blocks, threads, layout.on_job)

@@ -119,7 +119,7 @@ class Batch:
         self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
         self._on_all_tiles = Arguments(job, tiles, self.tile_count)
         self.on_groups = Arguments(job, groups)
-        self.job, self.groups = job, groups  # for launches with more arguments than these
+        self.job, self.tiles, self.groups = job, tiles, groups  # for launches with more arguments than these
 
     def launch_parts(self, program: str, kernel: str, threads: int = 256) -> None:
         """Start a kernel with one block for each part of the tensors' samples."""

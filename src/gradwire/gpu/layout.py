@@ -156,6 +156,7 @@ class MessageLayout:
         host = host_bytes(static.size, torch.device("cpu"))
         static.write_to(host)
         self._static.copy_(host)
+        self._frames_at = offsets["frames"]
         self._place_what_changes()
         self._write_job(at)
         self._make_batches(lists, list_offsets)
@@ -249,7 +250,7 @@ class MessageLayout:
 
     def _make_batches(self, lists: dict[Family, list[np.ndarray]], offsets: dict[Family, list[int]]) -> None:
         """Lay out the arguments of all launches."""
-        job = self._dynamic[self._job_at :]
+        self.on_device = job = self._dynamic[self._job_at :]
         self.on_job = Arguments(job)
         self.batches: dict[Family, Batch] = {}
         for family, of_family in lists.items():
@@ -281,6 +282,11 @@ class MessageLayout:
         view[self._tensors_at : self._tensors_at + self.tensors.nbytes] = self.tensors.view(np.uint8)
         view[self._job_at : self._job_at + JOB.itemsize] = self.job.view(np.uint8)
         self._dynamic.copy_(self._host, non_blocking=True)
+
+    def frame_lengths(self) -> list[int]:
+        """Return how long the frames of the last message are; the host waits for it."""
+        frames = self._static[self._frames_at : self._frames_at + self.frames.nbytes].cpu().numpy().view(FRAME)
+        return [int(length) for length in frames["length"]]
 
     def fetch_status(self) -> None:
         """Copy the status to the host's memory; it is there when the stream has come so far."""

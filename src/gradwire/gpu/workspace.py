@@ -38,3 +38,12 @@ def make_room(layouts: dict[tuple[object, ...], Any]) -> None:
 def host_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Return bytes in the host's memory from and to which the device can copy while the host goes on."""
     return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind all that the calling thread has started on the device; None if that is over already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

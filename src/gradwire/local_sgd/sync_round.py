@@ -77,7 +77,7 @@ class SyncRound:
         block, length = self.encode(plans if send else [], LEFT * left | SENT * send, with_buffers)
         arrived = self.exchange(plans, block, length)
         self.average(plans, arrived)
-        host_copies.put_back()
+        host_copies.put_back(wait=True)
         return arrived
 
     def encode(self, plans: Sequence[FramePlan], flags: int, with_buffers: bool) -> tuple[torch.Tensor, int]:

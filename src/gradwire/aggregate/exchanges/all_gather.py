@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from gradwire.aggregate.exchanges.unattended import UnattendedExchange
 from gradwire.aggregate.messages.partial_messages import PartialMessages
 from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.all_gather import AllGather
@@ -21,11 +22,27 @@ class AllGatherExchange:
 
     def __init__(self, messages: PartialMessages, link: Link):
         self.messages, self.transport = messages, AllGather(link)
+        self._unattended: UnattendedExchange | None = None
+
+    def use_unattended(self, exchange: UnattendedExchange) -> None:
+        """Let messages go by this exchange, if it takes them; all ranks call it, or none."""
+        self._unattended = exchange
+
+    def forget_lengths(self) -> None:
+        """Agree on the lengths of messages anew: another recipe is used from now on."""
+        self.transport = AllGather(self.transport.link)
 
     def run(self, key: Hashable, parts: list[TensorPart], last: bool = True) -> Exchange:
         """Replace the parts by their means over all ranks of the link."""
         plans = self.messages.coder.plan(parts)
+        subject = self.messages.subject(plans)
+        if self._unattended is not None and last and self._unattended.takes(key, plans, subject):
+            yield from self._unattended.run(key, plans, subject)
+            return
         block, length = self.messages.encode(key, plans, self.transport.link.device)
-        ticket = self.transport.start(key, self.messages.subject(plans), block, length)
+        ticket = self.transport.start(key, subject, block, length)
         yield Pause((lambda: self.transport.ready(ticket)) if last else None)
-        self.messages.average(list(enumerate(self.transport.finish(ticket))), plans)
+        arrived = self.transport.finish(ticket)
+        if self._unattended is not None:
+            self._unattended.learn(key, subject, [len(message) for message in arrived])
+        self.messages.average(list(enumerate(arrived)), plans)

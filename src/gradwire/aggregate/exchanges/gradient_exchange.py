@@ -5,6 +5,7 @@ the exchange thread takes them, a message at a time, through one of these exchan
 
 all_reduce.py        without frames; what is left in error memories is sent along
 all_gather.py        every rank gets the frames of all ranks
+unattended.py        the same between GPUs, without waiting
 scatter_reduce.py    every shard has an owner, who averages it and sends the mean to all
 hierarchical.py      in full precision on a host, and by one of the others between hosts
 sums/sum_exchange.py for recipes whose integers are added up on their way, whatever the aggregation
@@ -23,6 +24,7 @@ from gradwire.aggregate.exchanges.all_gather import AllGatherExchange
 from gradwire.aggregate.exchanges.all_reduce import AllReduceExchange
 from gradwire.aggregate.exchanges.hierarchical import HierarchicalExchange
 from gradwire.aggregate.exchanges.scatter_reduce import ScatterReduceExchange
+from gradwire.aggregate.exchanges.unattended import UnattendedExchange
 from gradwire.aggregate.messages.host_copies import HostCopies
 from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.partial_messages import PartialMessages
@@ -40,6 +42,27 @@ from gradwire.catalogue.recipe import Recipe
 from gradwire.errors import AggregateError
 
 ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
+# Entries that are gathered from several submissions before they are sent, where messages are long: a GPU takes as long
+# for a short message as for one of so many. The first one is sent sooner, so that the link has something to do.
+ENOUGH, ENOUGH_TO_BEGIN = 2**24, 2**22
+
+
+class _Gathering:
+    """Tensors that were submitted and are not yet on their way."""
+
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.ready: list[torch.cuda.Event] = []
+        self.lasting, self.entries = True, 0
+
+    def add(self, key: Hashable, tensors: NamedTensors, ready: list[torch.cuda.Event], lasting: bool) -> None:
+        """Add tensors that hold their values when all of `ready` have come."""
+        self.keys.append(key)
+        self.tensors += tensors
+        self.ready += ready
+        self.lasting &= lasting
+        self.entries += sum(tensor.numel() for _, tensor in tensors)
 
 
 class GradientExchange:
@@ -60,6 +83,9 @@ class GradientExchange:
         self.coder, self.link, self.host, self.aggregate = coder, link, host, aggregate
         self.messages = 0  # sent since the last `use`
         self._cut: dict[Hashable, tuple[Any, list[list[TensorPart]]]] = {}  # the messages of each submission
+        self._gathering = _Gathering()
+        self._means_ready: torch.cuda.Event | None = None  # if the last step was not waited for
+        self._is_settled = True
         self._submitted: set[Hashable] = set()  # keys of this step
         self._loss_scale, self._long_messages = loss_scale, False
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
@@ -67,6 +93,7 @@ class GradientExchange:
         self._tensors = StepTensors(coder.memories, shared_host=host is not None)
         self._partial_messages = PartialMessages(coder, self._tensors)
         self._all_reduce = AllReduceExchange(coder, link, self._tensors)
+        self._unattended = UnattendedExchange(self._partial_messages, link)
         self._all_gather = AllGatherExchange(self._partial_messages, link)
         self._scatter_reduce = ScatterReduceExchange(self._partial_messages, link)
         self._sums = SumExchange(coder, sums or ProcessGroupSums(link), self._tensors)
@@ -88,11 +115,20 @@ class GradientExchange:
         same place in every step, as DDP's buckets do; they are kept until the next step.
         """
         self.check_in_step()
-        ready = self._host_copies.mark_ready(tensors)
         self._tensors.declare_missing(missing)
-        messages = self._known_messages(key, tensors) if lasting else self._messages_of(tensors)
+        self._gathering.add(key, tensors, self._host_copies.mark_ready(tensors), lasting)
+        if not self._long_messages or self._gathering.entries >= (ENOUGH if self._submitted else ENOUGH_TO_BEGIN):
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        """Hand what was submitted to the exchange thread."""
+        given, self._gathering = self._gathering, _Gathering()
+        if not given.keys:
+            return
+        key = tuple(given.keys)
+        messages = self._known_messages(key, given.tensors) if given.lasting else self._messages_of(given.tensors)
         for i, parts in enumerate(messages):
-            self._thread.submit(functools.partial(self._message_job, (key, i), parts, ready))
+            self._thread.submit(functools.partial(self._message_job, (key, i), parts, given.ready))
             self.messages += 1
 
     def check_in_step(self) -> None:
@@ -134,20 +170,43 @@ class GradientExchange:
         """Send longer messages from the next step on; all ranks call it, or none."""
         self._long_messages = True
 
+    def wait_for_nothing(self) -> None:
+        """Let GPUs exchange messages unattended, where possible; all ranks call it, or none."""
+        self._all_gather.use_unattended(self._unattended)
+
     def finish_step(self) -> set[str]:
         """Wait until all tensors of the step are means, and return the names of those that any rank has sent.
 
-        Memories are committed, or rolled back on all ranks if a gradient was not finite on any.
+        On a GPU they may be means for the current stream only, when it comes so far. Memories are committed, or rolled
+        back on all ranks if a gradient was not finite on any.
         """
+        self._send_gathered()
         self._thread.submit(self._last_job)
+        with self.coder.ledger.waiting():
+            self._drain()
+        if self._means_ready is not None:
+            torch.cuda.current_stream().wait_event(self._means_ready)
+        if not self._unattended.all_settled:
+            self._is_settled = False
+            self._thread.submit(self._settle_job)
+        self._forget_old_messages()
+        return self._tensors.take_touched()
+
+    def settle(self) -> None:
+        """Wait until the last step is over on the GPU, too, and memories and figures are those after it.
+
+        An AggregateError in that step is raised here, or in the next step.
+        """
+        if not self._is_settled:
+            self._drain()
+            self._is_settled = True
+
+    def _drain(self) -> None:
         try:
-            with self.coder.ledger.waiting():
-                self._thread.drain()
+            self._thread.drain()
         except BaseException as error:
             self.abandon_step(error)
             raise
-        self._forget_old_messages()
-        return self._tensors.take_touched()
 
     def _forget_old_messages(self) -> None:
         """Let go of what did not come in this step: DDP forms other buckets after its first."""
@@ -162,6 +221,8 @@ class GradientExchange:
             self.link.give_up(error)
         if isinstance(error, AggregateError):
             self._broken = self._broken or error
+        self._gathering = _Gathering()
+        self._unattended.forget()
         self.coder.abandon_step()
         self._scatter_reduce.memory.abandon_step()
         self._all_reduce.end_step(finite=False)
@@ -170,10 +231,11 @@ class GradientExchange:
 
     def use(self, aggregate: str) -> None:
         """Use another aggregation from the next step on, or another recipe, whose messages have other lengths."""
+        self.settle()
         if self.aggregate == SCATTER_REDUCE != aggregate:
             self._send_for_all(self._scatter_reduce.take_memory())
         self.aggregate, self.messages = aggregate, 0
-        self._all_gather = AllGatherExchange(self._partial_messages, self.link)
+        self._all_gather.forget_lengths()
         self._scatter_reduce.forget_lengths()
 
     def close(self) -> None:
@@ -191,7 +253,7 @@ class GradientExchange:
 
     # ── in the exchange thread ──
 
-    def _message_job(self, key: Hashable, parts: list[TensorPart], ready: torch.cuda.Event | None) -> Exchange:
+    def _message_job(self, key: Hashable, parts: list[TensorPart], ready: list[torch.cuda.Event]) -> Exchange:
         """Take one message through the exchange."""
         self.follow_loss_scale()
         parts = self._host_copies.of_parts(parts, ready)
@@ -216,19 +278,32 @@ class GradientExchange:
             masked = recipes.of_tensor(name, tensor.numel()).mask  # had its momentum before the exchange
             if memories.has_momentum(name) and not masked and not self._tensors.nobody_has(name):
                 tensor.copy_(memories.accelerated(name, tensor))
-        self._host_copies.put_back()
-        finite = self.coder.ledger.finite
-        self._scatter_reduce.memory.end_step(finite)
-        self.coder.end_step()
-        self._all_reduce.end_step(finite)
+        attended = self._unattended.all_settled
+        self._means_ready = self._host_copies.put_back(wait=attended)
+        self.coder.ledger.count_step()
         self.link.at_step(self.coder.ledger.steps)
         self._host_copies.clear()
         self._tensors.end_step()
+        if attended:
+            self._commit()
+
+    def _settle_job(self) -> Exchange:
+        """Learn how a step went that nobody has waited for."""
+        self._unattended.settle()
+        self._commit()
+        yield from ()
+
+    def _commit(self) -> None:
+        finite = self.coder.ledger.finite
+        self._scatter_reduce.memory.end_step(finite)
+        self.coder.commit()
+        self._all_reduce.end_step(finite)
 
     # ── what is kept ──
 
     def stats(self) -> dict[str, float]:
         """Return the totals of this rank since it was connected."""
+        self.settle()
         figures = {
             **self.coder.ledger.stats(),
             "wire_bytes_sent": self.link.bytes_sent + self._sums.bytes_sent,
@@ -242,6 +317,7 @@ class GradientExchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memories of this rank; their mean over all ranks is what has not reached the parameters yet."""
+        self.settle()
         state = self.coder.state_dict()
         if self._hierarchical:
             state["memory"] = self._hierarchical.on_behalf_of_host(state["memory"])
@@ -251,6 +327,7 @@ class GradientExchange:
 
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
         """Go on from a saved state; all ranks call it. `names` are the parameters of the model."""
+        self.settle()
         self.coder.load_state_dict(state, names)
         self._sums.load_state_dict(state.get("grids", {}))
         self.link.at_step(self.coder.ledger.steps)

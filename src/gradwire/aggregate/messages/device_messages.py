@@ -59,13 +59,7 @@ class DeviceMessages:
         infinity, or is longer than expected.
         """
         wide = [[_in_fp32(slot) for slot in slots] for slots in memory]
-        tasks = [
-            gpu.FrameTask(
-                plan.codec.converter, _tensor_tasks(tensors, slots),
-                tuple(tensors[0].shape) if len(tensors) == 1 else (sum(plan.sizes),), plan.recipe.decay, seed,
-            )
-            for plan, tensors, slots, seed in zip(plans, gradients, wide, seeds, strict=True)
-        ]  # fmt: skip
+        tasks = _frame_tasks(plans, gradients, wide, seeds)
         device = gradients[0][0].device
         coder = self._coder(device)
         out = coder.space.room("message", gpu.room_for(tasks))
@@ -109,11 +103,27 @@ class DeviceMessages:
         `frame_dtype` is what was encoded, where sums have another dtype. False says that the host has to do it, from
         the beginning: the tensors hold anything then.
         """
-        targets = [
-            gpu.FrameTarget(plan.codec.converter, [part.entries for part in plan.parts], frame_dtype) for plan in plans
-        ]
         coder = self._coder(plans[0].parts[0].tensor.device)
+        targets = _frame_targets(plans, frame_dtype)
         return coder.decoder.average(targets, coder.here(messages), present, weight, adds).wait()
+
+    # ── messages that nobody waits for ──
+
+    def encode_unattended(
+        self, key: Hashable, plans: Sequence[FramePlan], gradients: Sequence[Sequence[torch.Tensor]],
+        memory: Sequence[Sequence[MemorySlot]], seeds: Sequence[int], block: torch.Tensor, stamp: int,
+    ) -> gpu.MessageLayout:  # fmt: skip
+        """Write prefix, note and frames to the block, as far as they fit; the new error memory is written, too."""
+        tasks = _frame_tasks(plans, gradients, memory, seeds)
+        return self._coder(block.device).unattended.encode(key, tasks, block, stamp)
+
+    def average_unattended(
+        self, key: Hashable, encoded: gpu.MessageLayout, plans: Sequence[FramePlan], blocks: Sequence[torch.Tensor],
+        stamp: int,
+    ) -> gpu.Report:  # fmt: skip
+        """Replace the tensors of the plans by the mean of the messages in these blocks; `encoded` is this rank's."""
+        coder = self._coder(blocks[0].device)
+        return coder.unattended.average(key, encoded, _frame_targets(plans), blocks, stamp)
 
 
 class _DeviceCoder:
@@ -122,6 +132,7 @@ class _DeviceCoder:
     def __init__(self, device: torch.device):
         self.encoder, self.decoder = gpu.MessageEncoder(device), gpu.MessageDecoder(device)
         self.finder, self.space, self.device = NonzeroFinder(device), Workspace(device), device
+        self.unattended = gpu.UnattendedMessages(self.encoder, self.decoder)
 
     def here(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the messages on the device; those that were elsewhere are valid until the next call."""
@@ -143,6 +154,23 @@ def _in_fp32(slot: MemorySlot) -> MemorySlot:
     if slot.before.dtype == torch.float32:
         return slot
     return MemorySlot(slot.before.float(), torch.empty_like(slot.after, dtype=torch.float32), slot.factor)
+
+
+def _frame_tasks(
+    plans: Sequence[FramePlan], gradients: Sequence[Sequence[torch.Tensor]], memory: Sequence[Sequence[MemorySlot]],
+    seeds: Sequence[int],
+) -> list[gpu.FrameTask]:  # fmt: skip
+    return [
+        gpu.FrameTask(
+            plan.codec.converter, _tensor_tasks(tensors, slots),
+            tuple(tensors[0].shape) if len(tensors) == 1 else (sum(plan.sizes),), plan.recipe.decay, seed,
+        )
+        for plan, tensors, slots, seed in zip(plans, gradients, memory, seeds, strict=True)
+    ]  # fmt: skip
+
+
+def _frame_targets(plans: Sequence[FramePlan], dtype: torch.dtype | None = None) -> list[gpu.FrameTarget]:
+    return [gpu.FrameTarget(plan.codec.converter, [part.entries for part in plan.parts], dtype) for plan in plans]
 
 
 def _tensor_tasks(gradients: Sequence[torch.Tensor], slots: Sequence[MemorySlot]) -> list[gpu.TensorTask]:

@@ -48,6 +48,11 @@ class ErrorProbe:
         """Whether the errors of the step under way are measured."""
         return self._by_tensor is not None
 
+    @property
+    def has_rivals(self) -> bool:
+        """Whether other specs are measured, too, in the step under way; on all ranks alike."""
+        return bool(self._rivals)
+
     def begin(self, rivals: Sequence[str] = ()) -> None:
         """Measure from now on; also what the errors would be with each of these other specs."""
         self._by_tensor = {}
@@ -80,6 +85,15 @@ class ErrorProbe:
             for recipes, error in self._rivals.values():
                 rival = recipe_of_tensor(part.name, part.tensor.numel(), recipes).codec.encode(wanted)
                 error.add(_squared_norm(wanted - codecs.decode(rival)), norm, len(rival))
+
+    def measure_memory(
+        self, plan: FramePlan, gradients: Sequence[torch.Tensor], memory: Sequence[MemorySlot], length: int
+    ) -> None:
+        """Add the error of a frame of so many bytes that has stayed on a GPU: what it left in the error memory."""
+        total = max(1, sum(plan.sizes))
+        for part, gradient, slot in zip(plan.parts, gradients, memory, strict=True):
+            wanted = gradient.float() + plan.recipe.decay * slot.factor * slot.before
+            self.add(part.name, _squared_norm(slot.after), _squared_norm(wanted), length * part.size / total)
 
 
 def _squared_norm(tensor: torch.Tensor) -> float:

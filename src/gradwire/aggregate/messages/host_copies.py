@@ -6,6 +6,7 @@ get their means back at the end of the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -32,23 +33,19 @@ class HostCopies:
         self._staying: dict[tuple[str, torch.device, torch.dtype, int], bool] = {}
         self._resident: torch.device | None = None  # a GPU on which tensors are averaged where they are
 
-    def mark_ready(self, tensors: NamedTensors) -> torch.cuda.Event | None:
-        """Return an event behind which the tensors hold their values; None if none of them is on a GPU."""
+    def mark_ready(self, tensors: NamedTensors) -> list[torch.cuda.Event]:
+        """Return events behind which the tensors hold their values; none if none of them is on a GPU."""
         device = next((t.device for _, t in tensors if t.is_cuda), None)
-        if device is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return event
+        return [] if device is None else [torch.cuda.current_stream(device).record_event()]
 
-    def of_parts(self, parts: list[TensorPart], ready: torch.cuda.Event | None) -> list[TensorPart]:
-        """Return the same parts of the tensors that the exchange works on, when `ready` has come."""
+    def of_parts(self, parts: list[TensorPart], ready: Sequence[torch.cuda.Event]) -> list[TensorPart]:
+        """Return the same parts of the tensors that the exchange works on, when all of `ready` have come."""
         copies = [self._copy_of(part, ready) for part in parts]
         if all(part.tensor is copy for part, copy in zip(parts, copies, strict=True)):
             return parts  # the list itself, of which more may be known
         return [replace(part, tensor=copy) for part, copy in zip(parts, copies, strict=True)]
 
-    def _copy_of(self, part: TensorPart, ready: torch.cuda.Event | None) -> torch.Tensor:
+    def _copy_of(self, part: TensorPart, ready: Sequence[torch.cuda.Event]) -> torch.Tensor:
         name = part.name
         if name not in self.tensors:
             tensor = part.tensor.detach() if part.tensor.requires_grad else part.tensor
@@ -57,8 +54,8 @@ class HostCopies:
                 copy = self._from_gpu(name, tensor, ready) if tensor.is_cuda else tensor.cpu()
             elif tensor.is_cuda:  # this thread's stream does the work where the tensor is
                 self._resident = tensor.device
-                if ready is not None:
-                    torch.cuda.current_stream(tensor.device).wait_event(ready)
+                for event in ready:
+                    torch.cuda.current_stream(tensor.device).wait_event(event)
             if not copy.is_contiguous():
                 copy = copy.contiguous()
             if copy is not tensor:
@@ -75,28 +72,37 @@ class HostCopies:
             self._staying[key] = takes or codec.runs_on(tensor.device)
         return self._staying[key]
 
-    def _from_gpu(self, name: str, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
+    def _from_gpu(self, name: str, tensor: torch.Tensor, ready: Sequence[torch.cuda.Event]) -> torch.Tensor:
         copy = self._pinned.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
+            for event in ready:
+                self._stream.wait_event(event)
             copy.copy_(tensor, non_blocking=True)
         self._stream.synchronize()
         return copy
 
-    def put_back(self) -> None:
-        """Copy the means to the tensors that copies were made of."""
+    def put_back(self, wait: bool) -> torch.cuda.Event | None:
+        """Copy the means to the tensors that copies were made of.
+
+        Those on a GPU are waited for, unless an event is returned behind which they are there.
+        """
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for name, original in self._originals.items():
                 original.copy_(self.tensors[name], non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        if self._resident is not None:
-            torch.cuda.current_stream(self._resident).synchronize()
+        if self._resident is None:
+            return None
+        stream = torch.cuda.current_stream(self._resident)
+        if wait:
+            stream.synchronize()
+            return None
+        event: torch.cuda.Event = stream.record_event()
+        return event
 
     def clear(self) -> None:
         """Forget the tensors of this step."""

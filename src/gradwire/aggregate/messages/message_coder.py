@@ -31,6 +31,7 @@ from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.correct.worker_memories import WorkerMemories
+from gradwire.gpu import MessageLayout, Report
 
 HOST = torch.device("cpu")
 LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16)  # dtypes whose zeros the GPU finds
@@ -97,7 +98,7 @@ class MessageCoder:
     ) -> tuple[torch.Tensor, int] | None:  # fmt: skip
         """Return what `_encode_block` does, made on the GPU; None if that is left to the host."""
         with self.ledger.encoding():
-            if values_of == self.corrected and not (self.recipes.any("mask") or self.recipes.any("clip")):
+            if values_of == self.corrected and not self._corrects:
                 values = self.known.fact("entries", plans, _entries)
             else:
                 values = [[values_of(part).contiguous() for part in plan.parts] for plan in plans]
@@ -112,6 +113,41 @@ class MessageCoder:
                     for part, tensor, slot in zip(plan.parts, tensors, memory, strict=True):
                         self.memories.note_sent(part.name, _sent(tensor, slot, plan.recipe.decay), part.lo)
         return found
+
+    # ── messages that nobody waits for (exchanges/unattended.py) ──
+
+    def can_go_unattended(self, plans: Sequence[FramePlan]) -> bool:
+        """Tell whether messages of these plans can be made and averaged without the host: the same on all ranks.
+
+        What does not fit into a message waits in the error memory, which all recipes need for that.
+        """
+        return (
+            self.known.fact("remembers", plans, _remembers)
+            and self._is_on_device(plans)
+            and not (self._corrects or self.probe.has_rivals or self.memories.errors.dtype != torch.float32)
+        )
+
+    def encode_unattended(
+        self, key: Hashable, plans: Sequence[FramePlan], block: torch.Tensor, stamp: int
+    ) -> MessageLayout:
+        """Begin to write this rank's message to the block, on the block's device; the host waits for nothing."""
+        with self.ledger.encoding():
+            values = self.known.fact("entries", plans, _entries)
+            slots = [_slots(plan, self.memories.errors) for plan in plans]
+            seeds = [self._seed(plan) for plan in plans]
+            encoded = self._on_device.encode_unattended(key, plans, values, slots, seeds, block, stamp)
+        if self.probe.active:  # of this rank alone, maybe: the others need not know
+            for plan, tensors, memory, length in zip(plans, values, slots, encoded.frame_lengths(), strict=True):
+                self.probe.measure_memory(plan, tensors, memory, length)
+        return encoded
+
+    def average_unattended(
+        self, key: Hashable, encoded: MessageLayout, plans: Sequence[FramePlan], blocks: Sequence[torch.Tensor],
+        stamp: int,
+    ) -> Report:  # fmt: skip
+        """Begin to replace the tensors by the mean of the messages in the blocks of all ranks."""
+        with self.ledger.decoding():
+            return self._on_device.average_unattended(key, encoded, plans, blocks, stamp)
 
     def which_are_zero(self, parts: Sequence[TensorPart]) -> list[bool]:
         """Return for each part whether it is zero everywhere; of parts on a GPU by one look at all of them."""
@@ -183,6 +219,11 @@ class MessageCoder:
             return bool(messages) and self._is_on_device(plans) and self._on_device.average(plans, messages, present)
 
     @property
+    def _corrects(self) -> bool:
+        """Whether some recipe sends anything else than the gradient and the error memory."""
+        return self.recipes.any("mask") or self.recipes.any("clip")
+
+    @property
     def _masks_what_is_rounded(self) -> bool:
         """Whether masks are needed of what was sent, and memories that are rounded do not tell (`_sent`)."""
         return self.memories.errors.dtype != torch.float32 and self.recipes.any("mask")
@@ -208,8 +249,13 @@ class MessageCoder:
 
     def end_step(self) -> None:
         """Commit the memories if all ranks sent finite numbers, or roll them back; the next step begins."""
+        self.ledger.count_step()
+        self.commit()
+
+    def commit(self) -> None:
+        """Do what `end_step` does for a step that was counted already."""
         self.memories.commit() if self.ledger.finite else self.memories.rollback()
-        self.ledger.end_step()
+        self.ledger.begin_step()
 
     def abandon_step(self) -> None:
         """Roll back the memories of a step that failed."""
@@ -258,6 +304,10 @@ def clipped(part: TensorPart, recipes: ModelRecipes, scale: float, world: int) -
 
 def _entries(plans: Sequence[FramePlan]) -> list[list[torch.Tensor]]:
     return [[part.entries for part in plan.parts] for plan in plans]
+
+
+def _remembers(plans: Sequence[FramePlan]) -> bool:
+    return all(plan.recipe.decay for plan in plans)
 
 
 def _slots(plan: FramePlan, memory: ErrorMemory) -> list[MemorySlot]:

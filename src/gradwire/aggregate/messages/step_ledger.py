@@ -50,10 +50,18 @@ class StepLedger:
         """Take note of whether something that was sent is finite; one NaN or infinity spoils the whole step."""
         self.finite &= finite
 
-    def end_step(self) -> None:
-        """Begin the next step."""
+    def count_step(self) -> None:
+        """Count a step that is over; whether it was finite may be learnt later."""
         self.steps += 1
+
+    def begin_step(self) -> None:
+        """Begin the next step, when everything about the last one is known."""
         self.finite = True
+
+    def end_step(self) -> None:
+        """Count a step of which everything is known, and begin the next one."""
+        self.count_step()
+        self.begin_step()
 
     def abandon_step(self) -> None:
         """Forget what is known of a step that failed; it does not count."""

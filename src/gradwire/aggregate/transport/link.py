@@ -155,8 +155,12 @@ class Link:
         """Start to gather the blocks of all ranks, which are equally long, end to end."""
         block = block.to(self.device)
         gathered = torch.empty(self.world * len(block), dtype=block.dtype, device=self.device)
+        return gathered, self.all_gather_into(gathered, block)
+
+    def all_gather_into(self, gathered: torch.Tensor, block: torch.Tensor) -> dist.Work:
+        """Start to gather the blocks of all ranks, which are equally long, end to end into a tensor for them."""
         self._count(block, self.world - 1, self.world - 1)
-        return gathered, self._started(_all_gather_tensor, gathered, block)
+        return self._started(_all_gather_tensor, gathered, block)
 
     def all_to_all(
         self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor

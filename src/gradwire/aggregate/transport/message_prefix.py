@@ -38,6 +38,11 @@ class Subject:
         prefix = _PREFIX.pack(length, self.step & 0xFFFFFFFF, self.fingerprint)
         block[:PREFIX] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
 
+    @property
+    def stamp(self) -> int:
+        """What the prefix says beside the length, as one number: the step, and above it the fingerprint."""
+        return self.fingerprint << 32 | self.step & 0xFFFFFFFF
+
     def check(self, rank: int, block: ByteArray) -> None:
         """Raise AggregateError unless the block that came from this rank begins with a prefix of this subject."""
         length, step, fingerprint = _PREFIX.unpack_from(block)

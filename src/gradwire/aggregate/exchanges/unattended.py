@@ -1,0 +1,139 @@
+"""All-gather of frames between GPUs that nobody waits for: not the training, and not the thread that exchanges.
+
+Kernels, collective and kernels again are queued on the GPU, and the training goes on to queue its optimizer and its
+next step. What the host has to know, it learns later (`settle`): whether everything was finite, so that error memories
+are committed or rolled back, and how long messages were.
+
+Since nobody knows how long a message will be, its room is agreed on ahead: somewhat more than the longest one of the
+last step needed, of any rank. A key therefore starts with steps that are waited for. A message that does not fit, or is
+in any way unusual, waits in the error memories of all ranks (gpu/unattended.py), and the next steps of its key are
+waited for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.aggregate.messages.frame_plan import FramePlan
+from gradwire.aggregate.messages.partial_messages import PartialMessages
+from gradwire.aggregate.peers.diagnosis import Work
+from gradwire.aggregate.transport.exchange_thread import Exchange, Pause
+from gradwire.aggregate.transport.link import Link
+from gradwire.aggregate.transport.message_prefix import PREFIX, Subject, length_of
+from gradwire.gpu import Report
+
+SLACK, ROUND = 16, 512  # room above the longest message of the last step: a sixteenth, in steps of 512 bytes
+MOST_PATIENCE = 64  # steps that are waited for, at most, after a message that had to wait
+
+
+@dataclass
+class _Agreement:
+    """What is agreed on about the messages of one key."""
+
+    fingerprint: int  # of what they carry
+    room: int  # bytes of a block
+    patience: int = 1  # steps to wait for after the next message that has to wait
+    attended: int = 0  # steps that are still to be waited for
+
+
+@dataclass
+class _UnderWay:
+    """An exchange of which the host knows nothing yet."""
+
+    key: Hashable
+    subject: Subject
+    work: Work | None  # the collective, if there are other ranks
+    report: Report
+
+
+class UnattendedExchange:
+    """Averages tensors on GPUs without waiting, for messages that were exchanged before by somebody who waits.
+
+    `learn` and `takes` decide alike on all ranks: by what all messages of the last step say. `settle` has to be called
+    before error memories, ledger or tensors of the last step are used, and before the next one begins.
+    """
+
+    def __init__(self, messages: PartialMessages, link: Link):
+        self.messages, self.link = messages, link
+        self._agreed: dict[Hashable, _Agreement] = {}
+        self._blocks: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # this rank's, and those of all ranks
+        self._under_way: list[_UnderWay] = []
+
+    def takes(self, key: Hashable, plans: Sequence[FramePlan], subject: Subject) -> bool:
+        """Tell whether the next message of this key need not be waited for."""
+        agreed = self._agreed.get(key)
+        if agreed is None or agreed.fingerprint != subject.fingerprint:
+            return False
+        if agreed.attended:
+            agreed.attended -= 1
+            return False
+        return self.messages.coder.can_go_unattended(plans)
+
+    def learn(self, key: Hashable, subject: Subject, lengths: Sequence[int]) -> None:
+        """Agree on the room for the next message, given the lengths of this one of all ranks, without their prefix."""
+        before = self._agreed.get(key)
+        longest = PREFIX + max(lengths)
+        room = -(-(longest + longest // SLACK) // ROUND) * ROUND
+        if before is None or before.fingerprint != subject.fingerprint:
+            self._agreed[key] = _Agreement(subject.fingerprint, room)
+        else:
+            before.room = room
+
+    def run(self, key: Hashable, plans: Sequence[FramePlan], subject: Subject) -> Exchange:
+        """Begin to replace the parts of the plans by their means; they are there when the current stream is."""
+        coder, world = self.messages.coder, self.link.world
+        room = self._agreed[key].room
+        block, gathered = self._room_for(key, room, plans[0].parts[0].tensor.device)
+        encoded = coder.encode_unattended(key, plans, block, subject.stamp)
+        work = self.link.all_gather_into(gathered, block) if world > 1 else None
+        if work is not None:
+            yield Pause(work.is_completed)
+            work.wait()  # of NCCL: the stream waits, not the host
+        blocks = [gathered[rank * room : (rank + 1) * room] for rank in range(world)]
+        report = coder.average_unattended(key, encoded, plans, blocks, subject.stamp)
+        self._under_way.append(_UnderWay(key, subject, work, report))
+        self.messages.tensors.note_sent(part.name for plan in plans for part in plan.parts)
+
+    def _room_for(self, key: Hashable, room: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        block, gathered = self._blocks.get(key, (None, None))
+        if block is None or gathered is None or len(block) < room or len(gathered) < self.link.world * room:
+            block = gathered = torch.zeros(room + room // 8, dtype=torch.uint8, device=device)
+            if self.link.world > 1:
+                gathered = torch.empty(self.link.world * len(block), dtype=torch.uint8, device=device)
+            self._blocks[key] = block, gathered
+        return block[:room], gathered[: self.link.world * room]
+
+    @property
+    def all_settled(self) -> bool:
+        """Whether the host knows all there is to know."""
+        return not self._under_way
+
+    def settle(self) -> None:
+        """Learn how the exchanges of the last step went, and wait for that if need be; the ledger is told.
+
+        AggregateError if a message was about something else: nothing of it has reached the means.
+        """
+        coder = self.messages.coder
+        under_way, self._under_way = self._under_way, []
+        for exchange in under_way:
+            if exchange.work is not None:
+                self.link.wait(exchange.work)
+            exchange.report.wait()
+            prefixes = exchange.report.prefixes
+            for rank, prefix in enumerate(prefixes):
+                exchange.subject.check(rank, prefix)
+            coder.ledger.note_finite(exchange.report.finite)
+            lengths = [length_of(prefix) - PREFIX for prefix in prefixes]
+            coder.ledger.count_frame_bytes(lengths[self.link.rank])
+            agreed = self._agreed[exchange.key]
+            if exchange.report.waited:
+                agreed.attended, agreed.patience = agreed.patience, min(2 * agreed.patience, MOST_PATIENCE)
+            else:
+                self.learn(exchange.key, exchange.subject, lengths)
+
+    def forget(self) -> None:
+        """Give up what is under way, after an error."""
+        self._under_way = []

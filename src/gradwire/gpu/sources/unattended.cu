@@ -1,0 +1,72 @@
+// Messages that the host does not wait for (unattended.py): what the host does for others is done here, by kernels
+// before, between and after those that encode and average. A message is block = prefix, note, frames; its prefix and
+// note are written and read on the device, and what went wrong is settled by everybody in the same way.
+#include "arrivals.h"
+
+const int kTile = 8192;
+const int kPrefix = 16;  // length of what follows it, step and fingerprint: transport/message_prefix.py
+const int kFront = kPrefix + 1;  // the note of such a message has one byte
+enum { ALL_TENSORS = 0, WAITS = 2, NOT_FINITE = 3 };  // notes; 1 is not for messages that nobody waits for
+
+// A tensor without any gradient leaves its memory as it is: its decay becomes 0, which says so from here on. One block
+// of 256 threads for each tensor.
+extern "C" __global__ void find_absent(Job* job) {
+    Tensor& t = job->tensors[blockIdx.x];
+    int any = 0;
+    for (i64 base = 0; base < t.count; base += 4096) {
+        for (i64 i = base + threadIdx.x; i < base + 4096 && i < t.count; i += 256)
+            any |= t.dtype == FP32 ? (static_cast<const u32*>(t.gradient)[i] & 0x7fffffffu) != 0
+                                   : (static_cast<const u16*>(t.gradient)[i] & 0x7fffu) != 0;
+        any = __syncthreads_or(any);
+        if (any) return;
+    }
+    if (!threadIdx.x) t.decay = 0;
+}
+
+// Writes prefix and note in front of the frames, by one thread. `stamp` is the step, and above it the fingerprint.
+extern "C" __global__ void seal(Job* job, i64 stamp) {
+    u32 bits = job->status->bits;
+    u64 length = bits ? 1 : job->status->length + 1;
+    u8* block = job->out - kFront;
+    for (int k = 0; k < 8; k++) block[k] = u8(length >> 8 * k), block[8 + k] = u8(u64(stamp) >> 8 * k);
+    block[kPrefix] = bits & NONFINITE ? NOT_FINITE : bits ? WAITS : ALL_TENSORS;
+}
+
+// Reads the prefixes and notes of all ranks' blocks, each with `room` bytes, and tells the host of them: kFront bytes of
+// each rank. A message that waits, or is about something else, makes the messages of all ranks wait. One block.
+extern "C" __global__ void open_messages(DecodeJob* job, i64 room, i64 stamp, u8* report) {
+    for (int rank = threadIdx.x; rank < job->message_count; rank += blockDim.x) {
+        Message& message = job->messages[rank];  // its bytes are the frames
+        const u8* block = message.bytes - kFront;
+        u64 length = 0, stamped = 0;
+        for (int k = 0; k < 8; k++) length |= u64(block[k]) << 8 * k, stamped |= u64(block[8 + k]) << 8 * k;
+        u8 note = block[kPrefix];
+        bool sound = stamped == u64(stamp) && length >= 1 && length <= u64(room - kPrefix);
+        message.length = sound ? length - 1 : 0;
+        if (sound && note == NOT_FINITE) atomicOr(&job->status->bits, u32(NONFINITE));
+        if (!sound || note != ALL_TENSORS) atomicOr(&job->status->bits, u32(UNUSUAL));
+        for (int k = 0; k < kFront; k++) report[i64(rank) * kFront + k] = block[k];
+    }
+}
+
+// The last word: memories of absent tensors stay; if anything was unusual on any rank, the mean is zero, and the memory
+// keeps all that was to be sent; if something was not finite, the mean is NaN, and the host rolls memories back. Some
+// blocks of 256 threads, which go through all tiles.
+extern "C" __global__ void conclude(Job* job, const Where* tiles, i64 tile_count, DecodeJob* decoding) {
+    u32 bits = decoding->status->bits;
+    for (i64 n = blockIdx.x; n < tile_count; n += gridDim.x) {
+        Where where = tiles[n];
+        const Tensor& t = job->tensors[where.item];
+        bool absent = t.before && t.decay == 0;
+        if (!bits && !absent) continue;
+        const Target& target = decoding->targets[where.item];
+        i64 begin = i64(where.index) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
+        for (i64 i = begin + threadIdx.x; i < end; i += blockDim.x) {
+            if (!(bits & NONFINITE) && t.after) t.after[i] = absent ? t.before[i] : compensated_at(t, i);
+            if (bits & NONFINITE)
+                store(target.out, i, __uint_as_float(0x7fc00000u), target.dtype);
+            else if (bits)
+                store(target.out, i, 0.0f, target.dtype);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+"""Messages that the host does not wait for: their lengths, and whether all is well, it learns when they are long over.
+
+A block has a fixed number of bytes: prefix, a note of one byte, frames, padding. Kernels write prefix and note, and
+read those of the other ranks. The note is 0 if all tensors are there, 2 if the message has to wait, because it does not
+fit or is unusual, and 3 if something in it is not finite. If any rank's message waits, those of all ranks do: the mean
+is zero, and error memories keep all that was to be sent. If any is not finite, the mean is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire.cuda_runtime import programs
+from gradwire.cuda_runtime.launcher import Arguments
+from gradwire.gpu.decoder import FrameTarget, MessageDecoder
+from gradwire.gpu.encoder import MessageEncoder
+from gradwire.gpu.families import SOME_BLOCKS, FrameTask
+from gradwire.gpu.layout import MessageLayout
+from gradwire.gpu.structures import NONFINITE, STATUS
+from gradwire.gpu.workspace import host_bytes, recorded
+
+PREFIX = 16
+FRONT = PREFIX + 1  # prefix and note
+
+
+@dataclass
+class Report:
+    """What the host is told of an exchange."""
+
+    status: torch.Tensor
+    fronts: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Wait until everything else is known."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that any rank has sent is finite."""
+        return not self._bits & NONFINITE
+
+    @property
+    def waited(self) -> bool:
+        """Whether the messages wait: nothing has reached the mean, which is zero, or NaN."""
+        return bool(self._bits)
+
+    @property
+    def prefixes(self) -> list[np.ndarray]:
+        """The prefixes of the messages of all ranks."""
+        return list(self.fronts.numpy().reshape(-1, FRONT)[:, :PREFIX])
+
+    @property
+    def _bits(self) -> int:
+        return int(self.status.numpy().view(STATUS)[0]["bits"])
+
+
+class UnattendedMessages:
+    """Encodes and averages messages of one device without waiting, on the current stream of the calling thread.
+
+    Each key has buffers of its own, so that a message may be under way for every key. The report of an exchange has to
+    be waited for before the next one with the same key.
+    """
+
+    def __init__(self, encoder: MessageEncoder, decoder: MessageDecoder):
+        self._encoder, self._decoder, self.device = encoder, decoder, encoder.device
+        self._fronts: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # on the device, and on the host
+
+    def encode(self, key: Hashable, tasks: Sequence[FrameTask], block: torch.Tensor, stamp: int) -> MessageLayout:
+        """Write a message to the block, as far as it fits; `stamp` is what its prefix says of step and tensors."""
+        layout = self._encoder.prepared(tasks, block[FRONT:], key)
+        self._start("find_absent", len(layout.tensors), 256, layout.on_job)
+        self._encoder.launch(layout)
+        self._start("seal", 1, 1, Arguments(layout.on_device, stamp))
+        return layout
+
+    def average(
+        self, key: Hashable, encoded: MessageLayout, frames: Sequence[FrameTarget], blocks: Sequence[torch.Tensor],
+        stamp: int,
+    ) -> Report:  # fmt: skip
+        """Replace the tensors by the mean of the messages in all ranks' blocks, and complete the error memories.
+
+        `encoded` is this rank's message, of the same tensors in the same order.
+        """
+        everything = [[True] * sum(len(frame.tensors) for frame in frames)] * len(blocks)
+        bodies = [block[FRONT:] for block in blocks]
+        layout = self._decoder.prepared(frames, bodies, everything, 1 / len(blocks), key=key)
+        fronts, told = self._fronts_of(key, FRONT * len(blocks))
+        self._start("open_messages", 1, 64, Arguments(layout.on_device, len(blocks[0]), stamp, fronts))
+        layout.launch()
+        for batch in encoded.batches.values():
+            arguments = Arguments(batch.job, batch.tiles, batch.tile_count, layout.on_device)
+            self._start("conclude", min(batch.tile_count, SOME_BLOCKS), 256, arguments)
+        layout.fetch_status()
+        told.copy_(fronts, non_blocking=True)
+        return Report(layout.status, told, recorded(self.device))
+
+    def _fronts_of(self, key: Hashable, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if key not in self._fronts or len(self._fronts[key][0]) != size:
+            here = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._fronts[key] = here, host_bytes(size, self.device)
+        return self._fronts[key]
+
+    def _start(self, kernel: str, blocks: int, threads: int, arguments: Arguments) -> None:
+        programs.kernel("unattended", kernel, self.device)(blocks, threads, arguments)
