@@ -6,8 +6,8 @@ Parameters and memories have to be those of the host's codecs, bit for bit, whic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,43 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.cuda_runtime import programs
-from gradwire.cuda_runtime.launcher import Arguments
-from support.cuda_on_cpu import CudaOnCpu
+from support.counted_launches import on_device
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Layers, Net, Tensors, digest, gathered, loss_of
 
 WORLD = 2
 AGGREGATIONS = ("all_gather", "scatter_reduce")
 Trained = tuple[Tensors, Tensors]  # parameters and memories
-
-
-class Counting(CudaOnCpu):
-    """Counts launches, so that a test knows who did the work."""
-
-    def __init__(self) -> None:
-        self.launches: Counter[str] = Counter()
-
-    def kernel(self, program: Any, name: str, device: torch.device) -> Any:
-        """Return a kernel that counts."""
-        launch = super().kernel(program, name, device)
-
-        def counted(blocks: int, threads: int, arguments: Arguments) -> None:
-            self.launches[name] += 1
-            launch(blocks, threads, arguments)
-
-        return counted
-
-
-@contextmanager
-def on_device() -> Iterator[Counter[str]]:
-    """Within the context this rank takes the host's memory for a GPU's."""
-    backend = Counting()
-    before = programs.use_backend(backend)
-    try:
-        yield backend.launches
-    finally:
-        programs.use_backend(before)
 
 
 def fresh(dtype: torch.dtype = torch.float32) -> Net:

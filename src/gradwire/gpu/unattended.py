@@ -2,8 +2,9 @@
 
 A block has a fixed number of bytes: prefix, a note of one byte, frames, padding. Kernels write prefix and note, and
 read those of the other ranks. The note is 0 if all tensors are there, 2 if the message has to wait, because it does not
-fit or is unusual, and 3 if something in it is not finite. If any rank's message waits, those of all ranks do: the mean
-is zero, and error memories keep all that was to be sent. If any is not finite, the mean is NaN.
+fit or is unusual, and 3 if something in it is not finite; in place of frames then stands how long they are (8 bytes),
+or 0 if they would fit. If any rank's message waits, those of all ranks do: the mean is zero, and error memories keep
+all that was to be sent. If any is not finite, the mean is NaN.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gradwire.gpu.workspace import host_bytes, recorded
 
 PREFIX = 16
 FRONT = PREFIX + 1  # prefix and note
+TOLD = FRONT + 8  # bytes of each message that the host is told
 
 
 @dataclass
@@ -53,7 +55,18 @@ class Report:
     @property
     def prefixes(self) -> list[np.ndarray]:
         """The prefixes of the messages of all ranks."""
-        return list(self.fronts.numpy().reshape(-1, FRONT)[:, :PREFIX])
+        return list(self._fronts[:, :PREFIX])
+
+    @property
+    def needed(self) -> list[int]:
+        """How long the frames of each rank are, if that is why they wait, and else 0; of messages that wait."""
+        waits = self._fronts[:, PREFIX] != 0
+        lengths = np.ascontiguousarray(self._fronts[:, FRONT:]).view("<u8")[:, 0]
+        return [int(length) if waiting else 0 for length, waiting in zip(lengths, waits, strict=True)]
+
+    @property
+    def _fronts(self) -> np.ndarray:
+        return self.fronts.numpy().reshape(-1, TOLD)
 
     @property
     def _bits(self) -> int:
@@ -90,7 +103,7 @@ class UnattendedMessages:
         everything = [[True] * sum(len(frame.tensors) for frame in frames)] * len(blocks)
         bodies = [block[FRONT:] for block in blocks]
         layout = self._decoder.prepared(frames, bodies, everything, 1 / len(blocks), key=key)
-        fronts, told = self._fronts_of(key, FRONT * len(blocks))
+        fronts, told = self._fronts_of(key, TOLD * len(blocks))
         self._start("open_messages", 1, 64, Arguments(layout.on_device, len(blocks[0]), stamp, fronts))
         layout.launch()
         for batch in encoded.batches.values():

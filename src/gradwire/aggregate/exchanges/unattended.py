@@ -4,10 +4,10 @@ Kernels, collective and kernels again are queued on the GPU, and the training go
 next step. What the host has to know, it learns later (`settle`): whether everything was finite, so that error memories
 are committed or rolled back, and how long messages were.
 
-Since nobody knows how long a message will be, its room is agreed on ahead: somewhat more than the longest one of the
-last step needed, of any rank. A key therefore starts with steps that are waited for. A message that does not fit, or is
-in any way unusual, waits in the error memories of all ranks (gpu/unattended.py), and the next steps of its key are
-waited for again.
+Since nobody knows how long a message will be, its room is agreed on ahead: more than the longest one of the last step
+needed, of any rank, by twice as much as lengths have grown from step to step of late. So the first step of a key is
+waited for. A message that does not fit, or is in any way unusual, waits in the error memories of all ranks
+(gpu/unattended.py); if its length is not the reason, the next steps of its key are waited for again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import PREFIX, Subject, length_of
 from gradwire.gpu import Report
 
-SLACK, ROUND = 16, 512  # room above the longest message of the last step: a sixteenth, in steps of 512 bytes
+ROUND = 512  # room is a multiple of so many bytes
+GROWTH = 1 / 8  # of messages from one step to the next, as long as nothing is known
+LEAST_GROWTH, FADING = 1 / 64, 0.9  # what is always expected; and how fast growth is forgotten, by step
 MOST_PATIENCE = 64  # steps that are waited for, at most, after a message that had to wait
 
 
@@ -34,9 +36,20 @@ class _Agreement:
     """What is agreed on about the messages of one key."""
 
     fingerprint: int  # of what they carry
-    room: int  # bytes of a block
+    longest: int  # bytes of the longest one in the last step, of any rank
+    growth: float = GROWTH  # the most by which that has grown from one step to the next, of late
     patience: int = 1  # steps to wait for after the next message that has to wait
     attended: int = 0  # steps that are still to be waited for
+
+    @property
+    def room(self) -> int:
+        """Bytes of a block."""
+        return -(-int(self.longest * (1 + 2 * self.growth)) // ROUND) * ROUND
+
+    def next_is(self, longest: int) -> None:
+        """Learn from another step."""
+        self.growth = max(FADING * self.growth, longest / self.longest - 1, LEAST_GROWTH)
+        self.longest = longest
 
 
 @dataclass
@@ -76,11 +89,10 @@ class UnattendedExchange:
         """Agree on the room for the next message, given the lengths of this one of all ranks, without their prefix."""
         before = self._agreed.get(key)
         longest = PREFIX + max(lengths)
-        room = -(-(longest + longest // SLACK) // ROUND) * ROUND
         if before is None or before.fingerprint != subject.fingerprint:
-            self._agreed[key] = _Agreement(subject.fingerprint, room)
+            self._agreed[key] = _Agreement(subject.fingerprint, longest)
         else:
-            before.room = room
+            before.next_is(longest)
 
     def run(self, key: Hashable, plans: Sequence[FramePlan], subject: Subject) -> Exchange:
         """Begin to replace the parts of the plans by their means; they are there when the current stream is."""
@@ -128,11 +140,13 @@ class UnattendedExchange:
             coder.ledger.note_finite(exchange.report.finite)
             lengths = [length_of(prefix) - PREFIX for prefix in prefixes]
             coder.ledger.count_frame_bytes(lengths[self.link.rank])
-            agreed = self._agreed[exchange.key]
-            if exchange.report.waited:
+            agreed, needed = self._agreed[exchange.key], max(exchange.report.needed)
+            if not exchange.report.waited:
+                agreed.next_is(PREFIX + max(lengths))
+            elif needed:
+                agreed.next_is(PREFIX + 1 + needed)
+            elif exchange.report.finite:
                 agreed.attended, agreed.patience = agreed.patience, min(2 * agreed.patience, MOST_PATIENCE)
-            else:
-                self.learn(exchange.key, exchange.subject, lengths)
 
     def forget(self) -> None:
         """Give up what is under way, after an error."""
