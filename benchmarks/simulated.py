@@ -56,7 +56,7 @@ class ThreadLink(Link):
         self.meeting, self.world, self.rank = meeting, meeting.world, rank
         self.device, self.exact_lengths, self.roll_call = device, True, None  # messages stay on a GPU
         self.bytes_sent = self.bytes_received = 0
-        self.takes_gpu = False
+        self.takes_gpu = self.follows_stream = False
 
     def all_to_all(self, parts: Sequence[torch.Tensor], sizes_in: Sequence[int], into: torch.Tensor) -> Any:
         self.bytes_sent += sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)

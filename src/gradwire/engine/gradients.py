@@ -176,7 +176,7 @@ class Gradients:
 
     def _can_go_unattended(self, link: Link) -> bool:
         """Tell whether messages of this rank can be made, sent and averaged on a GPU without the host."""
-        alike = len(self._devices) == 1 and self.options.aggregate != HIERARCHICAL
+        alike = len(self._devices) == 1 and link.follows_stream and self.options.aggregate != HIERARCHICAL
         return (
             alike
             and self._has_all

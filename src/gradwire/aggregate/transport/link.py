@@ -46,6 +46,7 @@ class Link:
         # Gloo takes a message that is shorter than the room made for it; NCCL wants both sides to name one length.
         self.exact_lengths = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
         self.can_or = self.device.type == "cpu"  # NCCL cannot
+        self.follows_stream = True  # collectives come after what is queued on the stream, and what is queued after them
         self.bytes_sent = self.bytes_received = 0
         self.roll_call: RollCall | None = None
         self._attendance: Attendance | None = None
