@@ -23,6 +23,7 @@ from gradwire.aggregate.peers.diagnosis import Work
 from gradwire.aggregate.transport.exchange_thread import Exchange, Pause
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import PREFIX, Subject, length_of
+from gradwire.errors import AggregateError
 from gradwire.gpu import Report
 
 ROUND = 512  # room is a multiple of so many bytes
@@ -132,7 +133,7 @@ class UnattendedExchange:
         under_way, self._under_way = self._under_way, []
         for exchange in under_way:
             if exchange.work is not None:
-                self.link.wait(exchange.work)
+                self._wait_for(exchange.work)
             exchange.report.wait()
             prefixes = exchange.report.prefixes
             for rank, prefix in enumerate(prefixes):
@@ -147,6 +148,13 @@ class UnattendedExchange:
                 agreed.next_is(PREFIX + 1 + needed)
             elif exchange.report.finite:
                 agreed.attended, agreed.patience = agreed.patience, min(2 * agreed.patience, MOST_PATIENCE)
+
+    def _wait_for(self, work: Work) -> None:
+        try:
+            self.link.wait(work)
+        except AggregateError:  # the training may be waiting for the GPU, and the GPU for a rank that is lost
+            self.link.abort()
+            raise
 
     def forget(self) -> None:
         """Give up what is under way, after an error."""

@@ -246,6 +246,12 @@ class Link:
         except RuntimeError as error:
             raise self.diagnose(error) from error
 
+    def abort(self) -> None:
+        """End collectives on a GPU that will not come through, so that its other work goes on; none can follow them."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):
+                self.group.abort()
+
     def wait_for(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Wait for collectives of the same ranks that were not started here, such as DDP's own."""
         if self.roll_call is not None:
