@@ -40,6 +40,25 @@ class Velocity:
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
         self._pending: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}  # of `buffers`, which allocates nothing after the first steps
+
+    def buffers(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+        """Return (velocity so far, where the new one goes), for somebody who does what `push` does on a GPU.
+
+        None if that velocity has been pushed in this step, or lies elsewhere: `push` knows what to do then.
+        """
+        before = self.memory.get(name)
+        if name in self._pending or (before is not None and not _alike(before, gradient)):
+            return None
+        spare = self._spare.pop(name, None)
+        if spare is None or not _alike(spare, gradient):
+            spare = torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
+        self._pending[name] = self._spare[name] = spare
+        return before, spare
+
+    def pending(self, name: str) -> torch.Tensor | None:
+        """Return the velocity that was pushed in this step."""
+        return self._pending.get(name)
 
     def push(self, name: str, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
         """Return what to send, or to step along, in place of the gradient: torch.optim.SGD's arithmetic, in fp32."""
@@ -77,15 +96,31 @@ class Velocity:
     def load(self, velocities: Mapping[str, torch.Tensor]) -> None:
         """Replace all velocities by those of a checkpoint."""
         self.memory = {name: velocity.float().clone() for name, velocity in velocities.items()}
+        self._spare.clear()
 
     def commit(self) -> None:
         """End a step whose gradients were finite on all workers: its velocities count from now on."""
+        for name in self._spare.keys() & self._pending.keys():
+            before = self.memory.get(name)
+            if before is None:
+                del self._spare[name]
+            else:
+                self._spare[name] = before
         self.memory.update(self._pending)
         self._pending.clear()
 
     def rollback(self) -> None:
         """End a step with a gradient that was not finite: velocities stay what they were before the step."""
         self._pending.clear()
+
+
+def _alike(velocity: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return (
+        velocity.device == gradient.device
+        and velocity.shape == gradient.shape
+        and velocity.dtype == torch.float32
+        and velocity.is_contiguous()
+    )
 
 
 class Takeover:

@@ -42,6 +42,10 @@ class WorkerMemories:
         """Return whether the momentum of this parameter is accumulated here."""
         return name in self._factors
 
+    def factor(self, name: str) -> Factor | None:
+        """Return how the momentum of a parameter is accumulated here, if it is."""
+        return self._factors.get(name)
+
     def accelerated(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Return the velocity that the gradient adds to, or the gradient itself where momentum is the optimizer's."""
         factor = self._factors.get(name)

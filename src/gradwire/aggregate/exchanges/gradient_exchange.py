@@ -274,10 +274,15 @@ class GradientExchange:
         """End the step, when all other jobs are done."""
         yield Pause(lambda: False)
         recipes, memories = self.coder.recipes, self.coder.memories
-        for name, tensor in self._host_copies.tensors.items():
-            masked = recipes.of_tensor(name, tensor.numel()).mask  # had its momentum before the exchange
-            if memories.has_momentum(name) and not masked and not self._tensors.nobody_has(name):
-                tensor.copy_(memories.accelerated(name, tensor))
+        self.coder.momentum.accelerate(
+            [
+                (name, tensor)
+                for name, tensor in self._host_copies.tensors.items()
+                if memories.has_momentum(name)
+                and not recipes.of_tensor(name, tensor.numel()).mask  # had its momentum before the exchange
+                and not self._tensors.nobody_has(name)
+            ]
+        )
         attended = self._unattended.all_settled
         self._means_ready = self._host_copies.put_back(wait=attended)
         self.coder.ledger.count_step()

@@ -100,13 +100,13 @@ class UnattendedExchange:
         coder, world = self.messages.coder, self.link.world
         room = self._agreed[key].room
         block, gathered = self._room_for(key, room, plans[0].parts[0].tensor.device)
-        encoded = coder.encode_unattended(key, plans, block, subject.stamp)
+        message = coder.encode_unattended(key, plans, block, subject.stamp)
         work = self.link.all_gather_into(gathered, block) if world > 1 else None
         if work is not None:
             yield Pause(work.is_completed)
             work.wait()  # of NCCL: the stream waits, not the host
         blocks = [gathered[rank * room : (rank + 1) * room] for rank in range(world)]
-        report = coder.average_unattended(key, encoded, plans, blocks, subject.stamp)
+        report = coder.average_unattended(message, blocks)
         self._under_way.append(_UnderWay(key, subject, work, report))
         self.messages.tensors.note_sent(part.name for plan in plans for part in plan.parts)
 

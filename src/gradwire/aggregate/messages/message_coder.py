@@ -7,14 +7,15 @@ in `frame_coding.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from gradwire import codecs, kernels
+from gradwire import codecs
 from gradwire.aggregate.messages import present_tensors
 from gradwire.aggregate.messages.device_messages import DeviceMessages, is_on_device
+from gradwire.aggregate.messages.device_momentum import MomentumOfMessages
 from gradwire.aggregate.messages.error_probe import ErrorProbe
 from gradwire.aggregate.messages.frame_coding import (
     MemorySlot,
@@ -37,6 +38,17 @@ HOST = torch.device("cpu")
 LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16)  # dtypes whose zeros the GPU finds
 
 
+class UnattendedMessage(NamedTuple):
+    """A message that is being made on a GPU, and what it is made of."""
+
+    key: Hashable
+    plans: Sequence[FramePlan]
+    stamp: int
+    encoded: MessageLayout
+    values: Sequence[Sequence[torch.Tensor]]
+    slots: Sequence[Sequence[MemorySlot]]
+
+
 class MessageCoder:
     """Codes the messages of one rank, with the recipes, memories, ledger and probe that it is given.
 
@@ -53,6 +65,7 @@ class MessageCoder:
         self.probe = probe or ErrorProbe()
         self._blocks: dict[Hashable, torch.Tensor] = {}
         self._on_device, self.known = DeviceMessages(), KnownPlans(recipes)
+        self.momentum = MomentumOfMessages(memories)
 
     def plan(self, parts: Sequence[TensorPart]) -> list[FramePlan]:
         """Return the frames that these parts are sent in at this step."""
@@ -100,6 +113,8 @@ class MessageCoder:
         with self.ledger.encoding():
             if values_of == self.corrected and not self._corrects:
                 values = self.known.fact("entries", plans, _entries)
+            elif values_of == self.corrected:
+                values = self._all_corrected(plans)
             else:
                 values = [[values_of(part).contiguous() for part in plan.parts] for plan in plans]
             slots = [_slots(plan, errors) for plan in plans]
@@ -108,11 +123,49 @@ class MessageCoder:
             if found is None:
                 return None
             self.ledger.count_frame_bytes(found[1])
-            for plan, tensors, memory in zip(plans, values, slots, strict=True):
-                if plan.recipe.mask and not purpose:
-                    for part, tensor, slot in zip(plan.parts, tensors, memory, strict=True):
-                        self.memories.note_sent(part.name, _sent(tensor, slot, plan.recipe.decay), part.lo)
+            if not purpose:
+                self._note_sent(plans, values, slots)
         return found
+
+    def _note_sent(
+        self, plans: Sequence[FramePlan], values: Sequence[Sequence[torch.Tensor]],
+        slots: Sequence[Sequence[MemorySlot]],
+    ) -> None:  # fmt: skip
+        """Mask the momentum of what was sent, where recipes ask for that."""
+        self.momentum.note_sent(
+            [
+                (part, tensor, slot, plan.recipe.decay)
+                for plan, tensors, memory in zip(plans, values, slots, strict=True)
+                if plan.recipe.mask
+                for part, tensor, slot in zip(plan.parts, tensors, memory, strict=True)
+            ]
+        )
+
+    def _all_corrected(self, plans: Sequence[FramePlan]) -> list[list[torch.Tensor]]:
+        """Return what `corrected` does of all parts, with a launch for all velocities together."""
+        values = [[part.tensor for part in plan.parts] for plan in plans]
+        if self.recipes.any("clip"):
+            values = [
+                [clipped(part, self.recipes, self.memories.scale, self.world) for part in plan.parts] for plan in plans
+            ]
+        masked = self.known.fact("masked", plans, self._masked)
+        names = [plans[i].parts[j].name for i, j in masked]
+        pushed = self.momentum.accelerated([(n, values[i][j]) for n, (i, j) in zip(names, masked, strict=True)])
+        for (i, j), velocity in zip(masked, pushed, strict=True):
+            values[i][j] = velocity
+        return [
+            [part.of(tensor).contiguous() for part, tensor in zip(plan.parts, tensors, strict=True)]
+            for plan, tensors in zip(plans, values, strict=True)
+        ]
+
+    def _masked(self, plans: Sequence[FramePlan]) -> list[tuple[int, int]]:
+        """Return the indices (plan, part) of what is sent with its momentum."""
+        return [
+            (i, j)
+            for i, plan in enumerate(plans)
+            for j, part in enumerate(plan.parts)
+            if self.recipes.of_part(part).mask
+        ]
 
     # ── messages that nobody waits for (exchanges/unattended.py) ──
 
@@ -124,30 +177,32 @@ class MessageCoder:
         return (
             self.known.fact("remembers", plans, _remembers)
             and self._is_on_device(plans)
-            and not (self._corrects or self.probe.has_rivals or self.memories.errors.dtype != torch.float32)
+            and self.memories.errors.dtype == torch.float32
+            and not (self.recipes.any("clip") or self.probe.has_rivals)
         )
 
     def encode_unattended(
         self, key: Hashable, plans: Sequence[FramePlan], block: torch.Tensor, stamp: int
-    ) -> MessageLayout:
+    ) -> UnattendedMessage:
         """Begin to write this rank's message to the block, on the block's device; the host waits for nothing."""
         with self.ledger.encoding():
-            values = self.known.fact("entries", plans, _entries)
+            values = self._all_corrected(plans) if self._corrects else self.known.fact("entries", plans, _entries)
             slots = [_slots(plan, self.memories.errors) for plan in plans]
             seeds = [self._seed(plan) for plan in plans]
             encoded = self._on_device.encode_unattended(key, plans, values, slots, seeds, block, stamp)
         if self.probe.active:  # of this rank alone, maybe: the others need not know
             for plan, tensors, memory, length in zip(plans, values, slots, encoded.frame_lengths(), strict=True):
                 self.probe.measure_memory(plan, tensors, memory, length)
-        return encoded
+        return UnattendedMessage(key, plans, stamp, encoded, values, slots)
 
-    def average_unattended(
-        self, key: Hashable, encoded: MessageLayout, plans: Sequence[FramePlan], blocks: Sequence[torch.Tensor],
-        stamp: int,
-    ) -> Report:  # fmt: skip
-        """Begin to replace the tensors by the mean of the messages in the blocks of all ranks."""
+    def average_unattended(self, message: UnattendedMessage, blocks: Sequence[torch.Tensor]) -> Report:
+        """Begin to replace the tensors by the mean of the messages in the blocks of all ranks; one is this rank's."""
         with self.ledger.decoding():
-            return self._on_device.average_unattended(key, encoded, plans, blocks, stamp)
+            report = self._on_device.average_unattended(
+                message.key, message.encoded, message.plans, blocks, message.stamp
+            )
+            self._note_sent(message.plans, message.values, message.slots)  # nothing, if the message waits
+        return report
 
     def which_are_zero(self, parts: Sequence[TensorPart]) -> list[bool]:
         """Return for each part whether it is zero everywhere; of parts on a GPU by one look at all of them."""
@@ -225,7 +280,7 @@ class MessageCoder:
 
     @property
     def _masks_what_is_rounded(self) -> bool:
-        """Whether masks are needed of what was sent, and memories that are rounded do not tell (`_sent`)."""
+        """Whether masks are needed of what was sent, and memories that are rounded do not tell (`sent_of`)."""
         return self.memories.errors.dtype != torch.float32 and self.recipes.any("mask")
 
     def _is_on_device(self, plans: Sequence[FramePlan]) -> bool:
@@ -316,12 +371,6 @@ def _slots(plan: FramePlan, memory: ErrorMemory) -> list[MemorySlot]:
         return []
     buffers = [memory.buffers(part.name, part.tensor) for part in plan.parts]
     return [MemorySlot(p.of(before), p.of(after)) for p, (before, after) in zip(plan.parts, buffers, strict=True)]
-
-
-def _sent(values: torch.Tensor, slot: MemorySlot, decay: float) -> torch.Tensor:
-    """Return which entries were sent: those that the new error memory does not hold whole."""
-    wanted = kernels.compensate(values.float(), slot.before, decay * slot.factor)
-    return wanted.view(-1) != slot.after.view(-1)
 
 
 def _as_tensor(frames: np.ndarray) -> torch.Tensor:
