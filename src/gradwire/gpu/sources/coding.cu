@@ -7,6 +7,9 @@ const u32 kLow = 1u << 14;
 // below 0.8%, and no lane walks more rows than this.
 const double kBitsPerLane = 2048;
 const i64 kMostRows = 2048;
+// A message waits for its slowest chunk. Streams that would have fewer than 64 lanes, and take few bytes of a message,
+// get more: one for so many rows, if they pay for it in bits.
+const double kRowsOfFew = 384, kBitsOfFew = 512;
 const i64 kFew = 1 << 16;
 const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
 const int kMasses = 2 * kBetas * 8 + 32;            // bytes in front of the masses, see minifloat.cu
@@ -68,10 +71,17 @@ __device__ __forceinline__ void write_raw(Stream& stream, i64 n, int width) {
     stream.chunks = int((n + size - 1) / size);
 }
 
-__device__ __forceinline__ void write_symbol(Stream& stream, int s, u32 f, u32 start) {
-    int shift = f > 1 ? 32 - __clz(int(f - 1)) : 0;  // the least with 2^shift ≥ f
-    stream.reciprocal[s] = u32(((u64(1) << (31 + shift)) + f - 1) / f);
-    stream.packed[s] = (f - 1) | start << 14 | u32(shift) << 28;
+// What the coder has to know of a symbol (see `push`).
+__device__ __forceinline__ void write_symbol(Stream& stream, int s, u32 f, u32 start, int precision) {
+    if (precision == 8) {
+        stream.reciprocal[s] = ((1u << 31) + f - 1) / f;
+        stream.packed[s] = (256 - f) | start << 8 | f << 24;
+        return;
+    }
+    u32 shift = f > 1 ? 32 - __clz(int(f - 1)) : 0;  // the least with 2^shift ≥ f
+    u32 reciprocal = u32(((u64(1) << (31 + shift)) + f - 1) / f);
+    stream.reciprocal[s] = reciprocal + ((shift - reciprocal) & 31);
+    stream.packed[s] = f | start << 18;
 }
 
 // The Elias-gamma code of f + 1 from bit `at` on: zeros, then the number, its highest bit first.
@@ -91,9 +101,10 @@ __device__ void write_head(Stream& stream, const Choice& chosen, const int* shap
     if (chosen.model == GENNORM) stream.head[1] = u8(shape[1]), stream.head[2] = u8(shape[2]);
     double lanes = chosen.bits / kBitsPerLane, least_lanes = double((n + kMostRows - 1) / kMostRows);
     lanes = lanes < least_lanes ? least_lanes : lanes;
+    i64 chunks = i64(ceil(lanes / 64)), blocks = (n + 63) / 64;
+    if (lanes < 64) lanes = fmax(lanes, fmin(double(n) / kRowsOfFew, chosen.bits / kBitsOfFew));
     int lane_bits = 0;
     while (lane_bits < 6 && double(2 << lane_bits) <= lanes) lane_bits++;
-    i64 chunks = i64(lanes) / 64, blocks = (n + 63) / 64;
     chunks = chunks < 1 ? 1 : chunks > stream.most_chunks ? stream.most_chunks : chunks;
     chunks = chunks > blocks ? blocks : chunks;
     i64 size = ((n + chunks - 1) / chunks + 63) / 64 * 64;
@@ -189,7 +200,7 @@ extern "C" __global__ void choose_few(Job* job) {
     Choice chosen = choices[winner];
     f = tables[winner][lane];
     u32 upto = warp_scan(f);
-    if (lane < K && f) write_symbol(stream, lane, f, upto - f);
+    if (lane < K && f) write_symbol(stream, lane, f, upto - f, chosen.precision);
     u32 bits = lane < K && lane != stream.zero ? u32(gamma_bits(f)) : 0, end = warp_scan(bits);
     int table_bytes = 2;
     if (chosen.model == HISTOGRAM) {
@@ -274,7 +285,7 @@ extern "C" __global__ void choose(Job* job) {
     normalize(chosen.model == GENNORM ? shaped : counts, frequencies, K, chosen.precision);
     u32 f = s < K ? frequencies[s] : 0;
     u64 all, start = block_scan(f, &all);
-    if (s < K && f) write_symbol(stream, s, f, u32(start));
+    if (s < K && f) write_symbol(stream, s, f, u32(start), chosen.precision);
     // The table, as Elias-gamma codes in the order of symbols, bits from the lowest of each byte upwards.
     for (int j = s; j < kMostHead / 4; j += blockDim.x) bits[j] = 0;
     __syncthreads();
@@ -295,86 +306,153 @@ __device__ __forceinline__ u8* chunk_room(const Stream& stream, int chunk) {
     return stream.coded + i64(chunk) * (2 * stream.chunk_size + 256);
 }
 
-// One row of 64 lanes, of which a thread has two. A lane emits its low byte, or two bytes, if its state is too large.
-// There are no branches: lanes that do nothing keep their states by selection.
-template <bool TWICE>
-__device__ __forceinline__ void encode_row(uint2 t0, uint2 t1, bool has0, bool has1, int precision, u32 below, u32& x0,
-                                           u32& x1, u8*& p) {
-    u32 f0 = (t0.y & 16383) + 1, f1 = (t1.y & 16383) + 1;
-    u32 limit0 = f0 << (22 - precision), limit1 = f1 << (22 - precision);
-    u32 y0 = x0, y1 = x1;
-    bool once0 = has0 & (y0 >= limit0), once1 = has1 & (y1 >= limit1);
-    u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
-    int count0 = __popc(vote0);
-    store_byte_if(once0, p + __popc(vote0 & below), y0);
-    store_byte_if(once1, p + count0 + __popc(vote1 & below), y1);
-    p += count0 + __popc(vote1);
-    y0 = once0 ? y0 >> 8 : y0;
-    y1 = once1 ? y1 >> 8 : y1;
-    if (TWICE) {
-        bool twice0 = once0 & (y0 >= limit0), twice1 = once1 & (y1 >= limit1);
-        vote0 = __ballot_sync(~0u, twice0), vote1 = __ballot_sync(~0u, twice1);
-        count0 = __popc(vote0);
-        store_byte_if(twice0, p + __popc(vote0 & below), y0);
-        store_byte_if(twice1, p + count0 + __popc(vote1 & below), y1);
-        p += count0 + __popc(vote1);
-        y0 = twice0 ? y0 >> 8 : y0;
-        y1 = twice1 ? y1 >> 8 : y1;
-    }
-    u32 q0 = __umulhi(2 * y0, t0.x) >> (t0.y >> 28), q1 = __umulhi(2 * y1, t1.x) >> (t1.y >> 28);
-    y0 += q0 * ((1u << precision) - f0) + (t0.y >> 14 & 16383);
-    y1 += q1 * ((1u << precision) - f1) + (t1.y >> 14 & 16383);
-    x0 = has0 ? y0 : x0;
-    x1 = has1 ? y1 : x1;
+// x ← ⌊x/f⌋·2^k + x mod f + c, as x + ⌊x/f⌋·(2^k − f) + c. States are below f·2^(22−k) here, so that a product with a
+// reciprocal of 32 bits gives the quotient exactly, and with k = 8 without a shift. The table has then f, c and 2^k − f
+// in bytes. With more, it has the shift in the five lowest bits of the reciprocal, which need not be exact, and f and c.
+template <bool COARSE>
+__device__ __forceinline__ u32 push(u32 x, uint2 t, int precision) {
+    if (COARSE) return dot_of_two(__umulhi(2 * x, t.x) + 65536, t.y, x);
+    u32 quotient = __funnelshift_r(__umulhi(2 * x, t.x), 0, t.x);
+    return quotient * ((1u << precision) - (t.y & 16383)) + (x + (t.y >> 18));
 }
 
-const int kRowsAhead = 8;  // rows of 64 symbols that are loaded at a time
+template <bool COARSE>
+__device__ __forceinline__ u32 limit_of(uint2 t, int precision) {
+    return COARSE ? t.y >> 24 << 14 : (t.y & 16383) << (22 - precision);
+}
 
-// A chunk of 64 lanes, by one warp. The next rows are loaded while these are coded.
-template <bool TWICE>
-__device__ __forceinline__ u8* encode_wide(const u8* symbols, i64 count, const uint2* table, u8* mine, int precision,
-                                           u32& x0, u32& x1, u8* p) {
-    int lane = threadIdx.x & 31;
-    u32 below = (1u << lane) - 1;
-    i64 size = kRowsAhead * 64, tiles = count / size;
+// What the lanes of a row emit: who does, and the states before, whose low bytes these are.
+struct Emitted {
+    u32 once0, once1, twice0, twice1;  // votes
+    u32 x0, x1;
+    bool has0, has1;  // whether this thread's lanes emit a byte
+};
+
+// One row of lanes: a thread has the lanes 2t and 2t + 1, or the lane t if there are at most 32. What they emit is left
+// to `emit`, so that no state waits for places and stores.
+template <bool COARSE, bool WIDE>
+__device__ __forceinline__ void encode_row(uint2 t0, uint2 t1, bool has0, bool has1, int precision, u32& x0, u32& x1,
+                                           Emitted& row) {
+    u32 limit0 = limit_of<COARSE>(t0, precision), limit1 = limit_of<COARSE>(t1, precision);
+    bool once0 = has0 & (x0 >= limit0), once1 = WIDE & has1 & (x1 >= limit1);
+    row.x0 = x0, row.x1 = x1, row.has0 = once0, row.has1 = once1;
+    row.once0 = __ballot_sync(~0u, once0);
+    if (WIDE) row.once1 = __ballot_sync(~0u, once1);
+    u32 y0 = once0 ? x0 >> 8 : x0, y1 = once1 ? x1 >> 8 : x1;
+    if (!COARSE) {
+        bool twice0 = has0 & (x0 >> 8 >= limit0), twice1 = WIDE & has1 & (x1 >> 8 >= limit1);
+        row.twice0 = __ballot_sync(~0u, twice0);
+        if (WIDE) row.twice1 = __ballot_sync(~0u, twice1);
+        y0 = twice0 ? x0 >> 16 : y0;
+        y1 = twice1 ? x1 >> 16 : y1;
+    }
+    y0 = push<COARSE>(y0, t0, precision);
+    x0 = has0 ? y0 : x0;
+    if (WIDE) {
+        y1 = push<COARSE>(y1, t1, precision);
+        x1 = has1 ? y1 : x1;
+    }
+}
+
+// Writes what a row emits from `out + p` on. Bytes of one thread stand side by side.
+template <bool COARSE, bool WIDE>
+__device__ __forceinline__ void emit(const Emitted& row, u32 below, u8* out, u32& p) {
+    u32 at = p + __popc(row.once0 & below) + (WIDE ? __popc(row.once1 & below) : 0);
+    p += __popc(row.once0) + (WIDE ? __popc(row.once1) : 0);
+    if (WIDE) {
+        store_byte_if<0>(row.has0 | row.has1, out + at, row.has0 ? row.x0 : row.x1);
+        store_byte_if<1>(row.has0 & row.has1, out + at, row.x1);
+    } else {
+        store_byte_if<0>(row.has0, out + at, row.x0);
+    }
+    if (COARSE || !(row.twice0 | (WIDE ? row.twice1 : 0))) return;  // few rows have a rare symbol
+    bool has0 = row.twice0 & (below + 1), has1 = WIDE && row.twice1 & (below + 1);
+    at = p + __popc(row.twice0 & below) + (WIDE ? __popc(row.twice1 & below) : 0);
+    p += __popc(row.twice0) + (WIDE ? __popc(row.twice1) : 0);
+    store_byte_if<0>(has0, out + at, row.x0 >> 8);
+    store_byte_if<0>(has1, out + at + has0, row.x1 >> 8);
+}
+
+const int kLoaded = 1024;  // symbols of a chunk that a warp holds; as many are on their way
+
+// A chunk by one warp, of 64 lanes if WIDE and else of fewer. The next symbols are loaded while these are coded.
+template <bool COARSE, bool WIDE>
+__device__ __forceinline__ u32 encode_lanes(const u8* symbols, i64 count, const uint2* table, u8* loaded, int precision,
+                                            int lane_bits, u8* out, u32& x0, u32& x1) {
+    const int together = WIDE ? 16 : 8;  // rows that are unrolled
+    int lane = threadIdx.x & 31, lanes = WIDE ? 64 : 1 << lane_bits, rows = kLoaded / lanes;
+    u32 below = (1u << lane) - 1, p = 3 * lanes,
+        one = 65536u + (u32(lane_bits) >> 8);  // a sum, or the compiler loads it anew in each row
+    int place = WIDE ? 2 * lane : lane & (lanes - 1);
+    bool works = WIDE || lane < lanes;
     bool aligned = !((u64)(symbols) & 15);
-    uint4 next = make_uint4(0, 0, 0, 0);
-    if (aligned && tiles) next = reinterpret_cast<const uint4*>(symbols)[lane];
-    for (i64 tile = 0; tile * size < count; tile++) {
-        i64 left = count - tile * size;
-        const u8* here = symbols + tile * size;
+    uint4 next[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    auto fetch = [&](i64 at) {
+        if (!aligned || at + kLoaded > count) return;
+        next[0] = reinterpret_cast<const uint4*>(symbols + at)[lane];
+        next[1] = reinterpret_cast<const uint4*>(symbols + at)[lane + 32];
+    };
+    fetch(0);
+    for (i64 done = 0; done < count; done += kLoaded) {
+        int left = count - done < kLoaded ? int(count - done) : kLoaded;
         __syncwarp();
-        if (aligned && left >= size) {
-            reinterpret_cast<uint4*>(mine)[lane] = next;
-            if (tile + 1 < tiles) next = reinterpret_cast<const uint4*>(here + size)[lane];
+        if (aligned && left == kLoaded) {
+            reinterpret_cast<uint4*>(loaded)[lane] = next[0];
+            reinterpret_cast<uint4*>(loaded)[lane + 32] = next[1];
+            fetch(done + kLoaded);
         } else {
-            for (int k = lane; k < size; k += 32) mine[k] = k < left ? here[k] : 0;
+            for (int k = lane; k < kLoaded; k += 32) loaded[k] = k < left ? symbols[done + k] : 0;
         }
         __syncwarp();
-        // Tables of all rows first: nothing in them waits for the states.
-        uint2 t0[kRowsAhead], t1[kRowsAhead];
+        Emitted row[2];
+        // Bytes of a row are written after the states of the next: places and stores then delay no state.
+        if (left == kLoaded) {
+            for (int first = 0; first < rows; first += together) {
+                const u8* here = loaded + first * lanes + place;
+                // Tables of all rows first: nothing in them waits for the states.
+                uint2 t0[together], t1[together];
 #pragma unroll
-        for (int r = 0; r < kRowsAhead; r++) {
-            t0[r] = table[mine[64 * r + lane]];
-            t1[r] = table[mine[64 * r + 32 + lane]];
-        }
-        if (left >= size) {
+                for (int r = 0; r < together; r++) {
+                    t0[r] = table[here[r * lanes]];
+                    if (WIDE) t1[r] = table[here[r * lanes + 1]];
+                }
 #pragma unroll
-            for (int r = 0; r < kRowsAhead; r++)
-                encode_row<TWICE>(t0[r], t1[r], true, true, precision, below, x0, x1, p);
+                for (int r = 0; r < together; r++) {
+                    encode_row<COARSE, WIDE>(t0[r], t1[r], works, true, precision, x0, x1, row[r & 1]);
+                    if (r) emit<COARSE, WIDE>(row[~r & 1], below, out, p);
+                }
+                emit<COARSE, WIDE>(row[~together & 1], below, out, p);
+            }
         } else {
-            for (int r = 0; r * 64 < left; r++)
-                encode_row<TWICE>(table[mine[64 * r + lane]], table[mine[64 * r + 32 + lane]], 64 * r + lane < left,
-                                  64 * r + 32 + lane < left, precision, below, x0, x1, p);
+#pragma unroll 4
+            for (int first = 0; first < left; first += lanes) {
+                const u8* here = loaded + first + place;
+                encode_row<COARSE, WIDE>(table[here[0]], table[WIDE ? here[1] : 0], works && first + place < left,
+                                         first + place + 1 < left, precision, x0, x1, row[0]);
+                emit<COARSE, WIDE>(row[0], below, out, p);
+            }
         }
     }
     return p;
 }
 
-// One warp for each chunk; a thread has the lanes t and t + 32.
+__device__ __forceinline__ void put_state(u8* out, u32 x) { out[0] = u8(x), out[1] = u8(x >> 8), out[2] = u8(x >> 16); }
+
+// Plain bits, by one warp: eight symbols are `width` bytes.
+__device__ __forceinline__ u32 encode_raw(const u8* symbols, i64 count, int width, u8* out) {
+    u64 bytes = (u64(count) * width + 7) / 8;
+    for (i64 group = threadIdx.x & 31; group < (count + 7) / 8; group += 32) {
+        u64 packed = 0;
+        for (int k = 0; k < 8 && group * 8 + k < count; k++) packed |= u64(symbols[group * 8 + k]) << width * k;
+        for (int k = 0; k < width && u64(group) * width + k < bytes; k++) out[group * width + k] = u8(packed >> 8 * k);
+    }
+    return u32(bytes);
+}
+
+// One warp for each chunk.
 extern "C" __global__ void __launch_bounds__(64) encode_chunks(Job* job) {
     __shared__ uint2 tables[2][kSymbols];
-    __shared__ __attribute__((aligned(16))) u8 loaded[2][kRowsAhead * 64];
+    __shared__ __attribute__((aligned(16))) u8 loaded[2][kLoaded];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int slot = blockIdx.x * 2 + warp;
     if (slot >= job->chunk_count) return;
@@ -385,47 +463,29 @@ extern "C" __global__ void __launch_bounds__(64) encode_chunks(Job* job) {
     i64 count = stream.count - begin < stream.chunk_size ? stream.count - begin : stream.chunk_size;
     const u8* symbols = stream.symbols + begin;
     u8* out = chunk_room(stream, where.index);
+    u32 length;
     if (stream.used_coder == RAW) {
-        int width = stream.precision;
-        u64 bytes = (u64(count) * width + 7) / 8;
-        for (i64 group = lane; group < (count + 7) / 8; group += 32) {  // eight symbols are `width` bytes
-            u64 packed = 0;
-            for (int k = 0; k < 8 && group * 8 + k < count; k++) packed |= u64(symbols[group * 8 + k]) << width * k;
-            for (int k = 0; k < width && u64(group) * width + k < bytes; k++)
-                out[group * width + k] = u8(packed >> 8 * k);
-        }
-        if (!lane) stream.lengths[where.index] = u32(bytes);
-        return;
-    }
-    uint2* table = tables[warp];
-    for (int s = lane; s < stream.alphabet; s += 32) table[s] = make_uint2(stream.reciprocal[s], stream.packed[s]);
-    __syncwarp();
-    int lanes = 1 << stream.lane_bits, precision = stream.precision, twice = precision > 8;
-    u32 below = (1u << lane) - 1, x0 = kLow, x1 = kLow;
-    u8* p = out + 3 * lanes;
-    i64 rows = (count + lanes - 1) / lanes;
-    if (lanes == 64) {
-        p = precision > 8 ? encode_wide<true>(symbols, count, table, loaded[warp], precision, x0, x1, p)
-                          : encode_wide<false>(symbols, count, table, loaded[warp], 8, x0, x1, p);
+        length = encode_raw(symbols, count, stream.precision, out);
     } else {
-        for (i64 row = 0; row < rows; row++) {
-            i64 i = row * lanes + lane;
-            bool has = lane < lanes && i < count;
-            uint2 t = table[has ? symbols[i] : 0];
-            u32 f = (t.y & 16383) + 1, limit = f << (22 - precision);
-            for (int pass = 0; pass <= twice; pass++) {
-                bool full = has && x0 >= limit;
-                u32 vote = __ballot_sync(~0u, full);
-                if (full) p[__popc(vote & below)] = u8(x0), x0 >>= 8;
-                p += __popc(vote);
-            }
-            u32 q = __umulhi(2 * x0, t.x) >> (t.y >> 28);
-            if (has) x0 += q * ((1u << precision) - f) + (t.y >> 14 & 16383);
+        uint2* table = tables[warp];
+        for (int s = lane; s < stream.alphabet; s += 32) table[s] = make_uint2(stream.reciprocal[s], stream.packed[s]);
+        __syncwarp();
+        int lane_bits = stream.lane_bits, precision = stream.precision;
+        u32 x0 = kLow, x1 = kLow;
+        u8* ahead = loaded[warp];
+        if (lane_bits == 6) {
+            length = precision == 8
+                         ? encode_lanes<true, true>(symbols, count, table, ahead, 8, lane_bits, out, x0, x1)
+                         : encode_lanes<false, true>(symbols, count, table, ahead, precision, lane_bits, out, x0, x1);
+            put_state(out + 6 * lane, x0), put_state(out + 6 * lane + 3, x1);
+        } else {
+            length = precision == 8
+                         ? encode_lanes<true, false>(symbols, count, table, ahead, 8, lane_bits, out, x0, x1)
+                         : encode_lanes<false, false>(symbols, count, table, ahead, precision, lane_bits, out, x0, x1);
+            if (lane < 1 << lane_bits) put_state(out + 3 * lane, x0);
         }
     }
-    if (lane < lanes) out[3 * lane] = u8(x0), out[3 * lane + 1] = u8(x0 >> 8), out[3 * lane + 2] = u8(x0 >> 16);
-    if (lanes == 64) out[96 + 3 * lane] = u8(x1), out[97 + 3 * lane] = u8(x1 >> 8), out[98 + 3 * lane] = u8(x1 >> 16);
-    if (!lane) stream.lengths[where.index] = u32(p - out);
+    if (!lane) stream.lengths[where.index] = length;
 }
 
 // ── frames ────────────────────────────────────────────────────────────────────────────────────────

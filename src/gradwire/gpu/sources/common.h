@@ -19,12 +19,33 @@ __device__ __forceinline__ u16 float_to_half(float x) {
 
 // A store to the device's memory, if `wanted`. It is no branch, and the compiler need not keep it in order with loads
 // from shared memory: a coder would otherwise wait at every byte that it writes.
+template <int OFFSET>
 __device__ __forceinline__ void store_byte_if(bool wanted, u8* at, u32 x) {
 #ifdef GRADWIRE_ON_CPU
-    if (wanted) *at = u8(x);
+    if (wanted) at[OFFSET] = u8(x);
 #else
-    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.u8 [%0], %1; }" ::"l"(at), "r"(x),
-                 "r"(u32(wanted)));
+    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.u8 [%0+%3], %1; }" ::"l"(at),
+                 "r"(x), "r"(u32(wanted)), "n"(OFFSET));
+#endif
+}
+
+// The same of two bytes, at an even address.
+__device__ __forceinline__ void store_pair(u8* at, u32 x) {
+#ifdef GRADWIRE_ON_CPU
+    at[0] = u8(x), at[1] = u8(x >> 8);
+#else
+    asm volatile("{ .reg .b16 pair; cvt.u16.u32 pair, %1; st.global.u16 [%0], pair; }" ::"l"(at), "r"(x));
+#endif
+}
+
+// The low half of a times the lowest byte of b, plus the high half of a times the byte after it, plus c.
+__device__ __forceinline__ u32 dot_of_two(u32 a, u32 b, u32 c) {
+#ifdef GRADWIRE_ON_CPU
+    return (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c;
+#else
+    u32 sum;
+    asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
 #endif
 }
 

@@ -144,8 +144,9 @@ __device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, in
         normalize(shaped, frequencies, alphabet, precision);
         __syncthreads();
     }
-    // With up to 12 bits an entry says all: symbol, frequency − 1, place in the symbol's range. With more the table has
-    // a byte for each slot, its symbol, and behind these an entry for each symbol.
+    // With 8 bits an entry has bytes for frequency, place in the symbol's range and symbol, with up to 12 (or one symbol
+    // alone, whose frequency has no byte) bits for place, symbol and frequency − 1. With more the table has a byte for each slot, its symbol, and behind these an entry for
+    // each symbol.
     __shared__ u32 starts[kSymbols];
     u32 f = s < alphabet ? frequencies[s] : 0;
     u64 all, start = block_scan(f, &all);
@@ -162,7 +163,9 @@ __device__ void read_coding(DecodeJob* job, Arrival& arrival, Reader& reader, in
         if (wide)
             reinterpret_cast<u8*>(arrival.table)[slot] = u8(low);
         else
-            arrival.table[slot] = u32(low) | (frequencies[low] - 1) << 8 | (slot - starts[low]) << 20;
+            arrival.table[slot] = precision == 8 && frequencies[low] < 256
+                                      ? frequencies[low] | (slot - starts[low]) << 8 | u32(low) << 16
+                                      : (slot - starts[low]) | u32(low) << 12 | (frequencies[low] - 1) << 20;
     }
     if (s) return;
     u8 byte = reader.byte();
@@ -371,133 +374,122 @@ extern "C" __global__ void check(DecodeJob* job, i64 blocks) {
 
 const int kWindow = 1024;  // bytes of a chunk that a warp holds: twice what it loads at a time
 
-// What a slot of the coder means, with up to 12 bits of precision or with more.
-template <bool FINE>
+enum Fineness { COARSE, MEDIUM, FINE };  // precision 8, up to 12, more: how tables look
+
+// The state before a symbol was coded, less the bytes that were emitted; and the symbol.
+template <Fineness FINENESS>
 __device__ __forceinline__ u32 step_back(const u32* table, int precision, u32 x, u32* symbol) {
+    if (FINENESS == COARSE) {
+        u32 e = table[x & 255];
+        *symbol = e >> 16;
+        return dot_of_two(__byte_perm(x, 1, 0x5421), e, 0);  // x >> 8 in the low half, 1 in the high one
+    }
     u32 slot = x & ((1u << precision) - 1);
-    if (!FINE) {
+    if (FINENESS == MEDIUM) {
         u32 e = table[slot];
-        *symbol = e & 255;
-        return ((e >> 8 & 4095) + 1) * (x >> precision) + (e >> 20);
+        *symbol = e >> 12 & 255;
+        return ((e >> 20) + 1) * (x >> precision) + (e & 4095);
     }
     *symbol = reinterpret_cast<const u8*>(table)[slot];
     u32 t = table[kFineSlots + *symbol];
     return ((t & 16383) + 1) * (x >> precision) + slot - (t >> 14);
 }
 
-// Decodes a chunk of 64 lanes; by a warp whose thread t has the lanes t and t + 32. Returns whether it was sound.
-template <bool FINE, bool TWICE>
-__device__ __forceinline__ bool decode_wide(const u32* table, int precision, const u8* begin, const u8* end,
-                                            u8* symbols, i64 count, u8* window) {
-    int lane = threadIdx.x & 31;
-    u32 below = (1u << lane) - 1;
-    const u8 *s0 = begin + 3 * lane, *s1 = s0 + 96;
-    u32 x0 = s0[0] | s0[1] << 8 | s0[2] << 16, x1 = s1[0] | s1[1] << 8 | s1[2] << 16;
+__device__ __forceinline__ u32 state_at(const u8* at) { return at[0] | at[1] << 8 | at[2] << 16; }
+
+struct Chunk {
+    const u32* table;
+    const u8 *begin, *end;
+    u8* symbols;
+    i64 count;
+    u8* window;
+};
+
+// Decodes a chunk of 64 lanes if WIDE, by a warp whose thread t has the lanes 2t and 2t + 1, and else of fewer, where it
+// has the lane t. Returns whether it was sound.
+template <Fineness FINENESS, bool WIDE>
+__device__ __forceinline__ bool decode_lanes(const Chunk& chunk, int precision, int lane_bits) {
+    const u32* table = chunk.table;
+    const u8* begin = chunk.begin;
+    u8* window = chunk.window;
+    int lane = threadIdx.x & 31, lanes = WIDE ? 64 : 1 << lane_bits;
+    u32 below = (1u << lane) - 1, x0 = kLow, x1 = kLow;
+    bool works = WIDE || lane < lanes;
+    if (works) x0 = state_at(begin + (WIDE ? 6 : 3) * lane);
+    if (WIDE) x1 = state_at(begin + 6 * lane + 3);
     if (__any_sync(~0u, x0 < kLow || x0 >> 22 || x1 < kLow || x1 >> 22)) return false;
-    // Places are counted from an address that is a multiple of 16. Blocks of 512 bytes; the window is a ring, and one
-    // more block waits in registers.
+    // Places are counted from an address that is a multiple of 16. Blocks of 512 bytes; the window is a ring, whose
+    // first bytes stand behind its end again, and one more block waits in registers.
     const u8* origin = reinterpret_cast<const u8*>((u64)(begin) & ~u64(15));
-    int stop = int(begin - origin) + 192, p = int(end - origin), loaded = (p + 15) & ~15;
+    int stop = int(begin - origin) + 3 * lanes, p = int(chunk.end - origin), loaded = (p + 15) & ~15;
     uint4 next = make_uint4(0, 0, 0, 0);
     auto fetch = [&]() {  // the block below the window
         int at = loaded - 512 + 16 * lane;
         if (at >= 0) next = *reinterpret_cast<const uint4*>(origin + at);
     };
     auto push = [&]() {
-        int at = loaded - 512 + 16 * lane;
+        int at = (loaded - 512 + 16 * lane) & (kWindow - 1);
         __syncwarp();
-        *reinterpret_cast<uint4*>(window + (at & (kWindow - 1))) = next;
+        *reinterpret_cast<uint4*>(window + at) = next;
+        if (!at) *reinterpret_cast<uint4*>(window + kWindow) = next;
         __syncwarp();
         loaded -= 512;
         fetch();
     };
+    // The lanes that want a byte take one each, the highest lane the last one before p. Bytes that nobody takes are
+    // loaded too; a branch would cost more.
+    auto take = [&](bool wants0, bool wants1) {
+        u32 vote0 = __ballot_sync(~0u, wants0), vote1 = WIDE ? __ballot_sync(~0u, wants1) : 0;
+        int before = __popc(vote0 & below) + (WIDE ? __popc(vote1 & below) : 0);
+        p -= __popc(vote0) + (WIDE ? __popc(vote1) : 0);
+        const u8* at = window + ((p + before) & (kWindow - 1));
+        u32 first = at[0], second = WIDE ? at[1] : 0;
+        x0 = wants0 ? x0 << 8 | first : x0;
+        if (WIDE) x1 = wants1 ? x1 << 8 | (wants0 ? second : first) : x1;
+    };
+    i64 rows = (chunk.count + lanes - 1) / lanes;
+    u8* to = chunk.symbols + (rows - 1) * lanes + (WIDE ? 2 * lane : lane);
+    auto row = [&](bool has0, bool has1, bool both) {
+        u32 symbol0, symbol1 = 0;
+        u32 y0 = step_back<FINENESS>(table, precision, x0, &symbol0), y1 = kLow;
+        if (WIDE) y1 = step_back<FINENESS>(table, precision, x1, &symbol1);
+        x0 = has0 ? y0 : x0;
+        x1 = has1 ? y1 : x1;
+        if (WIDE && both) {
+            store_pair(to, symbol0 | symbol1 << 8);
+        } else {
+            store_byte_if<0>(has0, to, symbol0);
+            if (WIDE) store_byte_if<1>(has1, to, symbol1);
+        }
+        to -= lanes;
+        // Lanes below 2^6 take a byte before the others do. Few rows have one: it had a rare symbol.
+        if (FINENESS != COARSE && __any_sync(~0u, x0 < 64 || x1 < 64)) take(x0 < 64, x1 < 64);
+        take(x0 < kLow, x1 < kLow);
+    };
     fetch();
     push();
     push();
-    i64 rows = (count + 63) / 64;
-    u8* to = symbols + (rows - 1) * 64 + lane;
-    auto row = [&](bool has0, bool has1) {
-        u32 symbol0, symbol1;
-        u32 y0 = step_back<FINE>(table, precision, x0, &symbol0), y1 = step_back<FINE>(table, precision, x1, &symbol1);
-        x0 = has0 ? y0 : x0;
-        x1 = has1 ? y1 : x1;
-        store_byte_if(has0, to, symbol0);
-        store_byte_if(has1, to + 32, symbol1);
-        to -= 64;
-        // Lanes below 2^6 take two bytes, lanes below 2^14 one: how many is known before the first byte, so that all
-        // bytes are loaded at once. Those that nobody takes are loaded too; a branch would cost more.
-        bool once0 = x0 < kLow, once1 = x1 < kLow, twice0 = x0 < 64, twice1 = x1 < 64;
-        u32 vote0 = __ballot_sync(~0u, once0), vote1 = __ballot_sync(~0u, once1);
-        int count0 = __popc(vote0), taken = count0 + __popc(vote1);
-        if (TWICE) {
-            u32 first0 = __ballot_sync(~0u, twice0), first1 = __ballot_sync(~0u, twice1);
-            int first_count0 = __popc(first0);
-            p -= first_count0 + __popc(first1);
-            u32 a0 = window[(p + __popc(first0 & below)) & (kWindow - 1)];
-            u32 a1 = window[(p + first_count0 + __popc(first1 & below)) & (kWindow - 1)];
-            p -= taken;
-            u32 b0 = window[(p + __popc(vote0 & below)) & (kWindow - 1)];
-            u32 b1 = window[(p + count0 + __popc(vote1 & below)) & (kWindow - 1)];
-            x0 = twice0 ? x0 << 8 | a0 : x0;
-            x1 = twice1 ? x1 << 8 | a1 : x1;
-            x0 = once0 ? x0 << 8 | b0 : x0;
-            x1 = once1 ? x1 << 8 | b1 : x1;
-        } else {
-            p -= taken;
-            u32 b0 = window[(p + __popc(vote0 & below)) & (kWindow - 1)];
-            u32 b1 = window[(p + count0 + __popc(vote1 & below)) & (kWindow - 1)];
-            x0 = once0 ? x0 << 8 | b0 : x0;
-            x1 = once1 ? x1 << 8 | b1 : x1;
-        }
-    };
     // Four rows take 512 bytes at most, which is what the window has at least before each four of them. In a damaged
     // chunk p may come to lie below its beginning: then what was read is of no use, and nothing more is.
-    int left = int(rows), in_last = int(count - (rows - 1) * 64);
-    row(lane < in_last, lane + 32 < in_last);
+    i64 left = rows;
+    int in_last = int(chunk.count - (rows - 1) * lanes);
+    row(WIDE ? 2 * lane < in_last : lane < in_last, WIDE && 2 * lane + 1 < in_last, false);
     for (left--; left & 3; left--) {
         if (p - loaded < 512) push();
-        row(true, true);
+        row(works, WIDE, true);
     }
     for (; left && p >= stop; left -= 4) {
         if (p - loaded < 512) push();
 #pragma unroll
-        for (int k = 0; k < 4; k++) row(true, true);
+        for (int k = 0; k < 4; k++) row(works, WIDE, true);
     }
     return p == stop && __all_sync(~0u, x0 == kLow && x1 == kLow);
-}
-
-// Decodes a chunk of up to 32 lanes.
-__device__ bool decode_narrow(const u32* table, int precision, int lanes, const u8* begin, const u8* end, u8* symbols,
-                              i64 count) {
-    int lane = threadIdx.x & 31;
-    u32 below = (1u << lane) - 1, x = kLow;
-    if (lane < lanes) x = begin[3 * lane] | begin[3 * lane + 1] << 8 | begin[3 * lane + 2] << 16;
-    if (__any_sync(~0u, x < kLow || x >> 22)) return false;
-    const u8 *p = end, *stop = begin + 3 * lanes;
-    for (i64 row = (count + lanes - 1) / lanes; row-- > 0;) {
-        i64 i = row * lanes + lane;
-        bool has = lane < lanes && i < count;
-        if (has) {
-            u32 symbol;
-            x = precision > 12 ? step_back<true>(table, precision, x, &symbol)
-                               : step_back<false>(table, precision, x, &symbol);
-            symbols[i] = u8(symbol);
-        }
-        for (int pass = precision > 8 ? 0 : 1; pass < 2; pass++) {
-            bool takes = x < (pass ? kLow : 64u);
-            u32 vote = __ballot_sync(~0u, takes);
-            if (p - stop < __popc(vote)) return false;
-            p -= __popc(vote);
-            if (takes) x = x << 8 | p[__popc(vote & below)];
-        }
-    }
-    return p == stop && __all_sync(~0u, x == kLow);
 }
 
 // Blocks of 128 threads, a warp for each chunk; as many blocks for each frame as the grid has.
 extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, i64 blocks) {
     __shared__ u32 table[kFineSlots + kSymbols];
-    __shared__ __attribute__((aligned(16))) u8 windows[4][kWindow];
+    __shared__ __attribute__((aligned(16))) u8 windows[4][kWindow + 16];
     Arrival& arrival = job->arrivals[blockIdx.x / blocks];
     int first = int(blockIdx.x % blocks), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     i64 count = arrival.symbol_count;
@@ -541,16 +533,18 @@ extern "C" __global__ void __launch_bounds__(128) decode_chunks(DecodeJob* job, 
             sound = __all_sync(~0u, valid);
         } else {
             u64 from = arrival.offsets[c], to = c + 1 < arrival.chunks ? arrival.offsets[c + 1] : arrival.data_length;
-            int lanes = 1 << arrival.lane_bits;
-            sound = to >= from && to <= arrival.data_length && to - from >= u64(3 * lanes) && to - from < 1u << 30;
-            const u8 *start = arrival.data + from, *end = arrival.data + to;
-            if (sound)
-                sound = lanes < 64 ? decode_narrow(table, precision, lanes, start, end, symbols, size)
-                        : precision > 12
-                            ? decode_wide<true, true>(table, precision, start, end, symbols, size, windows[warp])
-                        : precision > 8
-                            ? decode_wide<false, true>(table, precision, start, end, symbols, size, windows[warp])
-                            : decode_wide<false, false>(table, 8, start, end, symbols, size, windows[warp]);
+            int bits = arrival.lane_bits;
+            sound = to >= from && to <= arrival.data_length && to - from >= u64(3 << bits) && to - from < 1u << 30;
+            Chunk chunk = {table, arrival.data + from, arrival.data + to, symbols, size, windows[warp]};
+            bool coarse = precision == 8 && table[0] & 255;
+            if (sound && bits == 6)
+                sound = coarse            ? decode_lanes<COARSE, true>(chunk, 8, 6)
+                        : precision <= 12 ? decode_lanes<MEDIUM, true>(chunk, precision, 6)
+                                          : decode_lanes<FINE, true>(chunk, precision, 6);
+            else if (sound)
+                sound = coarse            ? decode_lanes<COARSE, false>(chunk, 8, bits)
+                        : precision <= 12 ? decode_lanes<MEDIUM, false>(chunk, precision, bits)
+                                          : decode_lanes<FINE, false>(chunk, precision, bits);
         }
         if (!sound && !lane) give_up(job, arrival);
     }

@@ -72,7 +72,7 @@ struct Stream {
     u64 length;  // of all of it: head, layout and chunks
     u64 data;  // bytes of the chunks
     u32 reciprocal[kSymbols];
-    u32 packed[kSymbols];  // (frequency − 1) | start << 14 | shift << 28
+    u32 packed[kSymbols];  // see write_symbol
     u8 head[kMostHead];  // coding byte, parameters of the model, and the layout without the lengths of chunks
 };
 
