@@ -157,10 +157,10 @@ def test_a_sample_of_the_largest_alone(spec: str) -> None:
     """The kernel's sample meets all of the few large entries, so that there are too few candidates."""
     codec, count = gradwire.codec(spec), 400001
     gradient = numbers(count, 2)
-    stratum = count // 8192
-    for run in range(0, 8192, 16):
-        start = run * stratum + mix(run) % (stratum - 7)
-        gradient[start : start + 8] *= 1e4
+    stratum = count // 4096
+    for run in range(0, 4096, 16):
+        start = run * stratum + mix(run) % (stratum - 3)
+        gradient[start : start + 4] *= 1e4
     tensor = TensorTask(gradient, None, torch.empty(count))
     frames, _ = encode(codec, [tensor])
     assert frames is not None

@@ -17,13 +17,15 @@ from gradwire.cuda_runtime import programs
 from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.frame.headers import SPARSE
 from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan, Unpack
-from gradwire.gpu.structures import COMBINED, PART, SAMPLE, TILE
+from gradwire.gpu.structures import COMBINED, GROUP, PART, SAMPLE, TILE
 
 FORMAT = np.dtype([("kind", "i4"), ("sides", "i4")])
-ARRAYS = ("parts", "tiles", "counts", "sums", "chunks", "values", "positions", "sent")
-PLAN = np.dtype([("k", "i8"), ("room", "i8"), *((name, "u8") for name in ARRAYS)])
-SELECTION = 4 * (18 + 128 + 2 * (4096 + 1024 + 512))  # bytes of the structure of that name in sources/sparse.h
-TILE_RECORD, COUNT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 24, 2048, 4096
+ARRAYS = (
+    "parts", "tiles", "counts", "group_counts", "sums", "doubts", "chunks", "values", "positions", "sent",
+)  # fmt: skip
+PLAN = np.dtype([("k", "i8"), ("room", "i8"), ("doubtful", "i8"), *((name, "u8") for name in ARRAYS)])
+SELECTION = 4 * (26 + 2 + 128 + 2 * 2048)  # bytes of the structure of that name in sources/sparse.h
+TILE_RECORD, COUNT, DOUBT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 8, 24, 2048, 4096
 HEAD = 16  # room for the number of entries, how they travel, and how many classes an octave has
 MOST = 2**31 - 1  # entries of a tensor; larger ones are left to the host
 SMALL_EXTRA = 1 << 17  # room for candidates beyond those that are expected
@@ -73,13 +75,13 @@ class SparseFamily(Family):
     def convert(self, batch: Batch) -> None:
         """Sample, pick out candidates, find the k-th, and write what is sent."""
         batch.launch_parts("sparse", "sample", 1024)
-        batch.launch_tiles("sparse", "gather")
+        batch.launch_tiles("sparse", "gather", 512)
         if batch.most > SAMPLE:  # else the sample was all there is, and cannot mislead
             batch.launch_parts("sparse", "start_over", 1024)
-        for kernel in ("narrow_first", "narrow_second", "narrow_third", "tally", "send_chosen"):
-            batch.launch_groups("sparse", kernel)
-        batch.launch_groups("sparse_gaps", "count_gaps")
-        batch.launch_groups("sparse_gaps", "write_gaps")
+        for program, kernel in (
+            ("sparse", "tally"), ("sparse", "send_chosen"), ("sparse_gaps", "count_gaps"), ("sparse_gaps", "write_gaps"),
+        ):  # fmt: skip
+            batch.launch_groups(program, kernel)
 
 
 def mask_sent(batch: Batch, velocities: torch.Tensor) -> None:
@@ -108,13 +110,13 @@ def _plan(k: int, elements: int, sides: int) -> tuple[np.ndarray, int]:
     expected = sides * (k + min(k, elements // 50))
     room = min(elements, 2 * expected + SMALL_EXTRA)
     parts, tiles = -(-min(elements, SAMPLE) // PART), -(-elements // TILE)
-    chunks = -(-k // CHUNK)
+    chunks, groups, doubtful = -(-k // CHUNK), -(-tiles // GROUP), min(room, elements // 128 + 4096)
     sizes = (
-        2 * BUCKETS * sides * parts, TILE_RECORD * tiles, COUNT * sides * tiles, COUNT * sides * tiles,
-        CHUNK_RECORD * chunks, 4 * room, 4 * room, 4 * k,
+        2 * BUCKETS * sides * parts, TILE_RECORD * tiles, COUNT * sides * tiles, COUNT * sides * groups,
+        COUNT * sides * groups, DOUBT * doubtful, CHUNK_RECORD * chunks, 4 * room, 4 * room, 4 * k,
     )  # fmt: skip
     plan, at = np.zeros(1, PLAN), -(-SELECTION // 16) * 16
-    plan["k"], plan["room"] = k, room
+    plan["k"], plan["room"], plan["doubtful"] = k, room, doubtful
     for name, size in zip(ARRAYS, sizes, strict=True):
         plan[name] = at
         at += -(-size // 16) * 16

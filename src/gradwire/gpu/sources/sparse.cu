@@ -1,53 +1,75 @@
 // Sparse frames: the entries with the largest magnitudes, found without sorting and in one pass over all entries.
 //
-// A sample tells about how large the k-th magnitude is. The pass over all entries writes u = g + decay·e and picks out
-// the candidates, a few more than k. Among these the k-th is found exactly, some bits at a time. The ones that are sent
-// are then written in ascending order of position, with their values; sparse_gaps.cu codes the positions.
+// A sample tells between which magnitudes the k-th lies. The pass over all entries writes u = g + decay·e, picks out the
+// candidates, a few more than k, and counts those between the two in narrow buckets. So it is known which bucket has the
+// k-th; what is above is sent, and the few candidates in this bucket are looked at for the exact one. What is sent is
+// written in ascending order of position, with its values; sparse_gaps.cu codes the positions.
 #include "sparse.h"
 
 // ── parts of a selection ──────────────────────────────────────────────────────────────────────────
 
-// The bucket of the wanted-th largest, from 1 on, and its rank there; by all threads of a block. `total` gets the number
-// of all; where that is not enough, the result is −1.
-__device__ int find(const u32* histogram, int width, u64 wanted, u32* rank, u64* total) {
-    __shared__ int bucket;
-    __shared__ u32 inside;
-    int per = width / int(blockDim.x) > 1 ? width / int(blockDim.x) : 1, tid = threadIdx.x;
-    int top = width - 1 - tid * per;
-    u64 sum = 0;
-    if (top >= 0)
-        for (int k = 0; k < per; k++) sum += histogram[top - k];
-    if (!tid) bucket = -1;
-    u64 before = block_scan(sum, total);
-    if (before < wanted && wanted <= before + sum) {
-        int at = top;
-        while (before + histogram[at] < wanted) before += histogram[at--];
-        bucket = at;
-        inside = u32(wanted - before);
+struct Place {  // of an entry in a histogram
+    int bucket;  // −1: there are not so many entries
+    u32 rank;  // within the bucket, from 1 on
+};
+
+// The buckets of the wanted[side][n]-th largest entries, from 1 on, of each side. By all threads of a block: each has some
+// buckets of one side that lie side by side. `totals` gets the number of all, for each side.
+template <int N>
+__device__ void locate(const u32* histogram, int width, int sides, const u32 (*wanted)[N], Place (*places)[N],
+                       u32* totals) {
+    int threads = int(blockDim.x) / sides, side = int(threadIdx.x) / threads, id = int(threadIdx.x) % threads;
+    int per = width / threads > 1 ? width / threads : 1, top = width - 1 - id * per;
+    const u32* mine = histogram + side * width + top;
+    u32 sum = 0;
+    if (top >= 0) {
+        if (per & 3) {
+            for (int k = 0; k < per; k++) sum += mine[-k];
+        } else {
+            const uint4* fours = reinterpret_cast<const uint4*>(mine + 1 - per);
+#pragma unroll 4
+            for (int k = 0; k < per / 4; k++) {
+                uint4 four = fours[k];
+                sum += four.x + four.y + four.z + four.w;
+            }
+        }
     }
     __syncthreads();
-    *rank = inside;
-    int result = bucket;
+    if (threadIdx.x < 2 * N) places[threadIdx.x / N][threadIdx.x % N].bucket = -1;
+    u64 total, scanned = block_scan(u64(sum) << 32 * side, &total);
+    u32 before = u32(scanned >> 32 * side);
+    for (int n = 0; n < N; n++) {
+        u32 rank = wanted[side][n], upto = before;
+        if (rank <= before || rank > before + sum) continue;
+        int at = 0;
+        while (upto + mine[-at] < rank) upto += mine[-at++];
+        places[side][n].bucket = top - at;
+        places[side][n].rank = rank - upto;
+    }
     __syncthreads();
-    return result;
+    totals[0] = u32(total), totals[1] = u32(total >> 32);
 }
 
-// What the histogram of a level says about one side's k-th magnitude; by all threads of a block.
-__device__ void settle(Selection& s, int side, int level, const u32* histogram, i64 k) {
-    u32 rank;
-    u64 total;
-    if (level && !s.open[side]) return;
-    int bucket = find(histogram, kWidth[level], level ? s.rank[side] : u64(k), &rank, &total);
-    if (!threadIdx.x) {
+// What the histogram of a level, of all entries, says about the k-th magnitudes; by all threads of a block.
+__device__ void settle(Selection& s, int sides, int level, const u32* histogram, i64 k) {
+    __shared__ Place places[2][1];
+    __shared__ u32 wanted[2][1];
+    u32 totals[2];
+    if (threadIdx.x < 2) wanted[threadIdx.x][0] = level ? s.rank[threadIdx.x] : u32(k);
+    __syncthreads();
+    locate<1>(histogram, kWidth[level], sides, wanted, places, totals);
+    int side = threadIdx.x;
+    if (side < sides) {
         if (!level) {
             // Where there are no more than k, all are sent: none is below the "k-th magnitude" 0.
-            s.open[side] = k > 0 && total > u64(k);
+            s.open[side] = k > 0 && i64(totals[side]) > k;
             s.kth[side] = k > 0 ? 0 : ~0u;
             s.ties[side] = 0;
             s.prefix[side] = 0;
         }
         if (s.open[side]) {
-            s.prefix[side] = level ? s.prefix[side] * u32(kWidth[level]) + u32(bucket) : u32(bucket);
+            u32 bucket = u32(places[side][0].bucket), rank = places[side][0].rank;
+            s.prefix[side] = level ? s.prefix[side] * u32(kWidth[level]) + bucket : bucket;
             s.rank[side] = rank;
             if (level == kLevels - 1) s.kth[side] = s.prefix[side], s.ties[side] = rank;
         }
@@ -64,23 +86,28 @@ __device__ __forceinline__ bool counts(const Selection& s, int side, int level, 
 // ── candidates ────────────────────────────────────────────────────────────────────────────────────
 
 // Magnitudes of a part of the sample. The last part of a tensor estimates from which magnitude on there will be a few
-// more than k, and clears what later kernels count in.
+// more than k, and from which on surely fewer, and clears what later kernels count in.
 extern "C" __global__ void __launch_bounds__(1024) sample(Job* job, const Where* parts) {
     __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFirst];
+    __shared__ Place places[2][2];
+    __shared__ u32 wanted[2][2];
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
+    bool all = t.count <= kSample;
+    int part_count = all ? t.parts : kSampled / kPart;
+    if (where.index >= part_count) return;
     Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     int sides = format_of(t).sides, tid = threadIdx.x, width = sides * kFirst;
     for (int b = tid; b < width; b += blockDim.x) histogram[b] = 0;
-    __syncthreads();
     i64 stratum = t.count / kRuns;
     i64 at = i64(where.index) * kPart + tid, i = at;  // one entry for each of the 1024 threads
-    if (t.count > kSample) {
+    if (!all) {
         u32 run = u32(at / kRun);
         i = i64(run) * stratum + mix(run) % u64(stratum - kRun + 1) + at % kRun;
     }
     u32 bits = i < t.count ? __float_as_uint(compensated_at(t, i)) : 0, magnitude = bits & kMagnitude;
+    __syncthreads();
     if (magnitude) atomicAdd(&histogram[(sides == 2 ? bits >> 31 : 0) * kFirst + (magnitude >> kShift[0])], 1u);
     __syncthreads();
     // A part has no more than 1024 entries, so that two bytes are enough for a count.
@@ -90,34 +117,44 @@ extern "C" __global__ void __launch_bounds__(1024) sample(Job* job, const Where*
         for (int j = 0; j < 4; j++) four |= u64(histogram[4 * b + j]) << 16 * j;
         rows[i64(where.index) * (width / 4) + b] = four;
     }
-    if (!last_block(&job->fits[where.item].parts_done, t.parts)) return;
+    if (!last_block(&job->fits[where.item].parts_done, u32(part_count))) return;
     for (int b = tid; b < width / 4; b += blockDim.x) {
         u32 sums[4] = {0, 0, 0, 0};
 #pragma unroll 16
-        for (int p = 0; p < t.parts; p++) {
+        for (int p = 0; p < part_count; p++) {
             u64 four = rows[i64(p) * (width / 4) + b];
             for (int j = 0; j < 4; j++) sums[j] += u32(four >> 16 * j) & 65535;
         }
         for (int j = 0; j < 4; j++) histogram[4 * b + j] = sums[j];
     }
+    // Half as many more as needed where they are few, since these cost little and starting over costs much.
+    double expected = double(plan.k), most = expected, fewest = expected;
+    if (!all) {
+        expected *= double(kSampled) / double(t.count);
+        double margin = (expected < kSampled / 50 ? expected : kSampled / 50) / 2 + 6 * sqrt(expected);
+        most = expected + margin + 16;
+        fewest = expected - margin;
+    }
+    if (tid < 2) wanted[tid][0] = u32(most), wanted[tid][1] = fewest >= 1 ? u32(fewest) : 1u;
     __syncthreads();
-    // Twice as many as needed where they are few, since these cost little and starting over costs much.
-    double wanted = double(plan.k);
-    if (t.count > kSample) {
-        wanted *= double(kSample) / double(t.count);
-        wanted += (wanted < kSample / 50 ? wanted : kSample / 50) + 6 * sqrt(wanted) + 16;
-    }
-    for (int side = 0; side < sides; side++) {
-        u32 rank;
-        u64 total;
-        int bucket = find(histogram + side * kFirst, kFirst, u64(wanted), &rank, &total);
-        if (!tid) s.least[side] = bucket > 0 ? u32(bucket) << kShift[0] : 1u;
-    }
-    for (int b = tid; b < int(sizeof(s.histograms) / 4); b += blockDim.x) s.histograms[b] = 0;
+    u32 totals[2];
+    locate<2>(histogram, kFirst, sides, wanted, places, totals);
+    for (int b = tid; b < 2 * kFine; b += blockDim.x) s.histogram[b] = 0;
     if (tid < kClasses) s.classes[tid] = 0;
+    if (tid < 2) {
+        const Place* found = places[tid < sides ? tid : 0];
+        // The k-th may be larger than all of the sample: then it is looked for among all candidates above `upto`.
+        u32 least = found[0].bucket > 0 ? u32(found[0].bucket) << kShift[0] : 1u;
+        u32 upto = found[1].bucket >= 0 ? u32(found[1].bucket + 1) << kShift[0] : least;
+        if (upto < least) upto = least;
+        u32 range = upto - (least & ~((1u << kShift[0]) - 1)), shift = 0;
+        while ((range >> shift) > u32(kFine)) shift++;
+        s.least[tid] = least;
+        s.upto[tid] = upto;
+        s.shift[tid] = shift;
+    }
     if (tid) return;
-    if (sides == 1) s.least[1] = s.least[0];
-    s.found = s.negative = 0;
+    s.found = s.negative = s.doubts = 0;
     job->fits[where.item].parts_done = 0;
     if (t.count > i64(kMagnitude)) atomicOr(&job->status->bits, u32(UNUSUAL));  // positions have 31 bits here
 }
@@ -162,87 +199,123 @@ __device__ __forceinline__ void load_rows(const Tensor& t, i64 first, i64 end, b
     }
 }
 
+const int kWarps = 16;  // of a block of `gather`
+const int kStaged =
+    2560;  // candidates of a tile that are put in order in shared memory; if there are more, they are not
+
+// Where a candidate is counted; none above a bound is.
+struct Buckets {
+    u32 base[2], upto[2], shift[2];
+    u32* histogram;
+    int sides;
+    __device__ __forceinline__ Buckets(Selection& s, int of_sides) : histogram(s.histogram), sides(of_sides) {
+        for (int side = 0; side < 2; side++) {
+            base[side] = s.least[side] & ~((1u << kShift[0]) - 1);
+            upto[side] = s.upto[side], shift[side] = s.shift[side];
+        }
+    }
+    __device__ __forceinline__ void count(u32 bits) const {
+        bool other = sides == 2 && bits >> 31;
+        u32 magnitude = bits & kMagnitude;
+        if (magnitude >= (other ? upto[1] : upto[0])) return;
+        u32 bucket = (magnitude - (other ? base[1] : base[0])) >> (other ? shift[1] : shift[0]);
+        atomicAdd(histogram + (other ? kFine : 0) + bucket, 1u);
+    }
+};
+
 // The one pass over all entries: u, and the candidates of each tile, in order of position. Tiles get their room in the
 // order in which they come to it; what follows goes through the tiles in their own order, so that no result depends on it.
-extern "C" __global__ void __launch_bounds__(256, 3) gather(Job* job, const Where* tiles) {
-    __shared__ u32 of_warps[8], negative_of_warps[8], start_of_tile;
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, const Where* tiles) {
+    __shared__ u32 of_warps[kWarps], negative_of_warps[kWarps], start_of_tile, staged[kStaged];
+    __shared__ u16 places[kStaged];
     Where where = tiles[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 least = s.least[0], least_negative = s.least[1];
-    i64 first = i64(where.index) * kTile + warp * 1024 + lane * 4;
-    i64 end = i64(where.index + 1) * kTile < t.count ? i64(where.index + 1) * kTile : t.count;
-    bool wide = end - i64(where.index) * kTile == kTile && !((u64)(t.gradient) & (t.dtype == FP32 ? 15 : 7)) &&
-                !((u64)(t.before) & 15) && !((u64)(t.after) & 15);
+    i64 begin = i64(where.index) * kTile, first = begin + warp * 512 + lane * 4;
+    i64 end = begin + kTile < t.count ? begin + kTile : t.count;
+    bool wide = end - begin == kTile && !((u64)(t.gradient) & (t.dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
+                !((u64)(t.after) & 15);
     bool finite = true, remembers = t.before;
-    float decay = t.decay, u[8][4];
+    float decay = t.decay, u[4][4], e[4][4];
     float* after = t.after;
-    u32 mask = 0, negative = 0;  // four bits for each row of 128 entries
-    u64 counts = 0;  // eight bits for each row
+    u32 mask = 0, negative = 0, counts = 0;  // four bits for each row of 128 entries, eight bits for its count
+    load_rows(t, first, end, wide, u, e);
 #pragma unroll
-    for (int half = 0; half < 8; half += 4) {
-        float e[4][4];
-        load_rows(t, first + half * 128, end, wide, u + half, e);
+    for (int j = 0; j < 4; j++) {
+        i64 i = first + j * 128;
 #pragma unroll
-        for (int j = half; j < half + 4; j++) {
-            i64 i = first + j * 128;
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                if (remembers) u[j][k] = sum_of(u[j][k], e[j - half][k], decay);
-                finite &= is_finite(u[j][k]);  // what comes from the memory may be a NaN, too
-                if (remembers) u[j][k] = limited(u[j][k], kFloatMax);
-                u32 bits = __float_as_uint(u[j][k]), magnitude = bits & kMagnitude;
-                bool candidate = magnitude >= (bits >> 31 ? least_negative : least);
-                mask |= u32(candidate) << (4 * j + k);
-                negative += candidate & bits >> 31;
-            }
-            if (after && wide) {
-                *reinterpret_cast<float4*>(after + i) = make_float4(u[j][0], u[j][1], u[j][2], u[j][3]);
-            } else if (after) {
-                for (int k = 0; k < 4 && i + k < end; k++) after[i + k] = u[j][k];
-            }
-            counts |= u64(__popc(mask >> 4 * j & 15)) << 8 * j;
+        for (int k = 0; k < 4; k++) {
+            if (remembers) u[j][k] = sum_of(u[j][k], e[j][k], decay);
+            finite &= is_finite(u[j][k]);  // what comes from the memory may be a NaN, too
+            if (remembers) u[j][k] = limited(u[j][k], kFloatMax);
+            u32 bits = __float_as_uint(u[j][k]), magnitude = bits & kMagnitude;
+            bool candidate = magnitude >= (bits >> 31 ? least_negative : least);
+            mask |= u32(candidate) << (4 * j + k);
+            negative += candidate & bits >> 31;
         }
+        if (after && wide) {
+            *reinterpret_cast<float4*>(after + i) = make_float4(u[j][0], u[j][1], u[j][2], u[j][3]);
+        } else if (after) {
+            for (int k = 0; k < 4 && i + k < end; k++) after[i + k] = u[j][k];
+        }
+        counts |= u32(__popc(mask >> 4 * j & 15)) << 8 * j;
     }
     if (!finite) atomicOr(&job->status->bits, u32(NONFINITE));
-    u64 upto = warp_scan(counts), rows = __shfl_sync(~0u, upto, 31);  // a row has at most 128
+    u32 upto = warp_scan(counts), rows = __shfl_sync(~0u, upto, 31), before = upto - counts;  // a row has at most 128
+    u32 of_warp = (rows & 255) + (rows >> 8 & 255) + (rows >> 16 & 255) + (rows >> 24);
     negative = warp_sum_u32(negative);
-    u64 before = upto - counts;
-    if (!lane) {
-        u32 total = 0;
-        for (int j = 0; j < 8; j++) total += u32(rows >> 8 * j) & 255;
-        of_warps[warp] = total;
-        negative_of_warps[warp] = negative;
-    }
+    if (!lane) of_warps[warp] = of_warp, negative_of_warps[warp] = negative;
     __syncthreads();
-    if (!threadIdx.x) {
-        u32 total = 0, below = 0;
-        for (int w = 0; w < 8; w++) total += of_warps[w], below += negative_of_warps[w];
-        u32 start = total ? atomicAdd(&s.found, total) : 0;
-        if (below) atomicAdd(&s.negative, below);
-        bool fits = u64(start) + total <= u64(plan.room);
-        Tile& tile = array_at<Tile>(t, plan.tiles)[where.index];
-        tile.start = start;
-        tile.found = fits ? total : 0;
-        start_of_tile = fits ? start : ~0u;
+    u32 scanned = warp_scan(lane < kWarps ? of_warps[lane] : 0), total = __shfl_sync(~0u, scanned, 31);
+    u32 at = __shfl_sync(~0u, scanned, warp) - of_warp;  // within the tile
+    if (!warp) {
+        u32 below = warp_sum_u32(lane < kWarps ? negative_of_warps[lane] : 0);
+        if (!lane) {
+            u32 start = total ? atomicAdd(&s.found, total) : 0;
+            if (below) atomicAdd(&s.negative, below);
+            bool fits = u64(start) + total <= u64(plan.room);
+            Tile& tile = array_at<Tile>(t, plan.tiles)[where.index];
+            tile.start = start;
+            tile.found = fits ? total : 0;
+            start_of_tile = fits ? start : ~0u;
+        }
     }
-    __syncthreads();
-    if (start_of_tile == ~0u) return;
-    u32 at = start_of_tile;
-    for (int w = 0; w < warp; w++) at += of_warps[w];
+    bool few = total <= u32(kStaged);
+    if (!few) __syncthreads();
     u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
+    Buckets buckets(s, format_of(t).sides);
+    if (!few && start_of_tile == ~0u) return;
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        u32 here = at + (u32(before >> 8 * j) & 255);
+    for (int j = 0; j < 4; j++) {
+        u32 here = at + (before >> 8 * j & 255);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             if (!(mask >> (4 * j + k) & 1)) continue;
-            values[here] = __float_as_uint(u[j][k]);
-            positions[here++] = u32(first + j * 128 + k);
+            u32 bits = __float_as_uint(u[j][k]), place = u32(first - begin) + j * 128 + k;
+            if (few) {
+                staged[here] = bits;
+                places[here] = u16(place);
+            } else {
+                values[start_of_tile + here] = bits;
+                positions[start_of_tile + here] = u32(begin) + place;
+                buckets.count(bits);
+            }
+            here++;
         }
-        at += u32(rows >> 8 * j) & 255;
+        at += rows >> 8 * j & 255;
+    }
+    if (!few) return;
+    __syncthreads();
+    u32 start = start_of_tile;
+    if (start == ~0u) return;
+    for (u32 c = threadIdx.x; c < total; c += blockDim.x) {
+        u32 bits = staged[c];
+        values[start + c] = bits;
+        positions[start + c] = u32(begin) + places[c];
+        buckets.count(bits);
     }
 }
 
@@ -255,7 +328,7 @@ __device__ __forceinline__ u32 compensated_bits(const Tensor& t, i64 i) {
 // Where the sample misled (too few candidates, or more than there is room for), one block looks at all entries of the
 // tensor again, and the entries that are to be sent become the candidates. That takes long, and happens rarely.
 extern "C" __global__ void __launch_bounds__(1024) start_over(Job* job, const Where* parts) {
-    __shared__ u32 histogram[2 * kFirst];
+    __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFirst];
     Where where = parts[blockIdx.x];
     if (where.index) return;
     const Tensor& t = job->tensors[where.item];
@@ -286,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(1024) start_over(Job* job, const Wh
             }
         }
         __syncthreads();
-        for (int side = 0; side < sides; side++) settle(s, side, level, histogram + side * width, plan.k);
+        settle(s, sides, level, histogram, plan.k);
     }
     Tile* tiles = array_at<Tile>(t, plan.tiles);
     for (int tile = warp; tile < t.tiles; tile += warps) {
@@ -317,10 +390,12 @@ extern "C" __global__ void __launch_bounds__(1024) start_over(Job* job, const Wh
     }
     u64 total = scan_items(t.tiles, [&](i64 i) { return u64(tiles[i].found); },
                            [&](i64 i, u64 before) { tiles[i].start = u32(before); });
+    if (!threadIdx.x) s.found = u32(total), s.negative = 0;
+    __syncthreads();
     u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
     for (int tile = warp; tile < t.tiles; tile += warps) {
         i64 begin = i64(tile) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
-        u32 at = tiles[tile].start,
+        u32 at = tiles[tile].start, below_zero = 0,
             equal[2] = {u32(counts_of(t, 0)[tile]), sides == 2 ? u32(counts_of(t, 1)[tile]) : 0};
         for (i64 first = begin + lane; first - lane < end; first += kAhead * 32) {
             u32 loaded[kAhead];
@@ -338,149 +413,280 @@ extern "C" __global__ void __launch_bounds__(1024) start_over(Job* job, const Wh
                 }
                 u32 vote = __ballot_sync(~0u, chosen), to = at + __popc(vote & below);
                 if (chosen) values[to] = bits, positions[to] = u32(first + k * 32);
+                below_zero += chosen && bits >> 31;
                 at += __popc(vote);
             }
         }
+        below_zero = warp_sum_u32(below_zero);
+        if (!lane && below_zero) atomicAdd(&s.negative, below_zero);
     }
-    if (!threadIdx.x) s.found = u32(total);
 }
 
 // ── the k-th magnitude ────────────────────────────────────────────────────────────────────────────
 
-// Counts candidates by the next bits of their magnitudes; the last group of a tensor decides on these bits.
-template <int level>
-__device__ __forceinline__ void narrow(Job* job, const Where* groups) {
-    __shared__ u32 histogram[2 * (level == 0 ? 4096 : level == 1 ? 1024 : 512)];
-    Where where = groups[blockIdx.x];
-    const Tensor& t = job->tensors[where.item];
-    Selection& s = selection_of(t);
-    const Plan& plan = plan_of(t);
-    int sides = format_of(t).sides, width = kWidth[level], tid = threadIdx.x;
-    i64 found = i64(s.found) < plan.room ? s.found : plan.room, first = i64(where.index) * kChunk;
-    u32* counted = histogram_of(s, level);
-    if (first < found) {
-        const u32* values = array_at<u32>(t, plan.values);
-        for (int b = tid; b < sides * width; b += blockDim.x) histogram[b] = 0;
-        __syncthreads();
-        for (; first < found; first += i64(groups_of(t)) * kChunk) {
-            i64 end = first + kChunk < found ? first + kChunk : found;
-            for (i64 i = first + tid; i < end; i += blockDim.x) {
-                u32 bits = values[i], bucket;
-                int side = sides == 2 ? int(bits >> 31) : 0;
-                if (counts(s, side, level, bits & kMagnitude, &bucket))
-                    atomicAdd(&histogram[side * width + bucket], 1u);
-            }
-        }
-        __syncthreads();
-        for (int b = tid; b < sides * width; b += blockDim.x)
-            if (histogram[b]) atomicAdd(counted + b, histogram[b]);
+struct Range {  // magnitudes among which the k-th is: what is not below `end` is sent
+    u32 begin, end, rank;  // the k-th's rank among them, from 1 on
+};
+
+// Which of the counted buckets has the k-th magnitude of each side; by all 256 threads of a block. From below, where the
+// count begins, the k-th of n is the (n − k + 1)-th; if no bucket has it, it is above all of them.
+__device__ void find_ranges(const Selection& s, int sides, i64 k, Range* ranges) {
+    const int kPer = kFine / 128;
+    int side = int(threadIdx.x) >> 7, first = (int(threadIdx.x) & 127) * kPer;
+    u32 counted[kPer], sum = 0;
+    const uint4* fours = reinterpret_cast<const uint4*>(s.histogram + side * kFine + first);
+#pragma unroll
+    for (int j = 0; j < kPer; j += 4) {
+        uint4 four = fours[j / 4];
+        counted[j] = four.x, counted[j + 1] = four.y, counted[j + 2] = four.z, counted[j + 3] = four.w;
+        sum += four.x + four.y + four.z + four.w;
     }
-    if (!last_block(&job->fits[where.item].tiles_done, groups_of(t))) return;
-    if (!tid) job->fits[where.item].tiles_done = 0;
-    for (int side = 0; side < sides; side++) settle(s, side, level, counted + side * width, plan.k);
+    u32 found = side ? s.negative : sides == 2 ? s.found - s.negative : s.found;
+    bool open = side < sides && k > 0 && i64(found) > k;
+    u32 wanted = open ? found - u32(k) + 1 : 0, upto = s.upto[side], shift = s.shift[side];
+    if (!(threadIdx.x & 127)) {
+        Range range = {0, 0, 0};  // all candidates are sent
+        if (k <= 0) range.begin = range.end = ~0u;  // none is
+        if (open) range.begin = upto, range.end = kMagnitude + 1, range.rank = u32(k);
+        ranges[side] = range;
+    }
+    u64 total;
+    u32 before = u32(block_scan(u64(sum) << 32 * side, &total) >> 32 * side);
+    if (wanted > before && wanted <= before + sum) {
+        u32 begin = s.least[side] & ~((1u << kShift[0]) - 1);
+#pragma unroll
+        for (int j = 0; j < kPer; j++) {
+            if (wanted > before && wanted <= before + counted[j]) {
+                Range range = {begin + (u32(first + j) << shift), 0, before + counted[j] - wanted + 1};
+                range.end = range.begin + (1u << shift) < upto ? range.begin + (1u << shift) : upto;
+                ranges[side] = range;
+            }
+            before += counted[j];
+        }
+    }
+    __syncthreads();
 }
 
-extern "C" __global__ void narrow_first(Job* job, const Where* groups) { narrow<0>(job, groups); }
-extern "C" __global__ void narrow_second(Job* job, const Where* groups) { narrow<1>(job, groups); }
-extern "C" __global__ void narrow_third(Job* job, const Where* groups) { narrow<2>(job, groups); }
+// Calls `look` for every candidate that is in doubt. They are listed; if there is no room for all, all candidates are
+// gone through.
+template <typename Look>
+__device__ __forceinline__ void for_doubts(const Tensor& t, const Selection& s, const Plan& plan, Look look) {
+    if (i64(s.doubts) <= plan.doubtful) {
+        const Doubt* doubts = array_at<Doubt>(t, plan.doubts);
+        for (u32 i = threadIdx.x; i < s.doubts; i += blockDim.x) look(doubts[i].bits, doubts[i].position);
+        return;
+    }
+    const u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < s.found; i += blockDim.x) look(values[i], positions[i]);
+}
+
+// The exact k-th magnitude of each side, among those in `ranges`; then counts of tiles and groups are complete, and
+// `sums` gets the sum of what is sent of those in doubt, but for those equal to the k-th. These sums are exact: they are
+// made of integers, one for each exponent. By one block.
+__device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int sides, const Range* ranges,
+                           u32* histogram, double* sums) {
+    __shared__ Range now[2];
+    __shared__ Place places[2][1];
+    __shared__ u32 wanted[2][1];
+    __shared__ u64 of_exponents[2][256];
+    int tid = threadIdx.x;
+    if (tid < 2) now[tid] = ranges[tid];
+    for (int b = tid; b < 512; b += blockDim.x) of_exponents[b >> 8][b & 255] = 0;
+    __syncthreads();
+    while (now[0].end - now[0].begin > 1 || now[1].end - now[1].begin > 1) {
+        u32 shifts[2] = {0, 0}, totals[2];
+        for (int side = 0; side < 2; side++)
+            while ((now[side].end - now[side].begin - 1) >> shifts[side] >= u32(kFine) &&
+                   now[side].end > now[side].begin)
+                shifts[side]++;
+        for (int b = tid; b < 2 * kFine; b += blockDim.x) histogram[b] = 0;
+        __syncthreads();
+        for_doubts(t, s, plan, [&](u32 bits, u32) {
+            int side = sides == 2 ? int(bits >> 31) : 0;
+            u32 magnitude = bits & kMagnitude;
+            if (magnitude >= now[side].begin && magnitude < now[side].end)
+                atomicAdd(&histogram[side * kFine + ((magnitude - now[side].begin) >> shifts[side])], 1u);
+        });
+        if (tid < 2) wanted[tid][0] = now[tid].rank;
+        __syncthreads();
+        locate<1>(histogram, kFine, sides, wanted, places, totals);
+        if (tid < sides && now[tid].end > now[tid].begin) {
+            Place place = places[tid][0];
+            now[tid].begin += u32(place.bucket) << shifts[tid];
+            u32 end = now[tid].begin + (1u << shifts[tid]);
+            if (end < now[tid].end) now[tid].end = end;
+            now[tid].rank = place.rank;
+        }
+        __syncthreads();
+    }
+    if (tid < 2) {
+        bool open = ranges[tid].end > ranges[tid].begin;
+        s.kth[tid] = now[tid].begin;  // 0 or ~0 where all or none of the candidates are sent
+        s.ties[tid] = open ? now[tid].rank : 0;
+    }
+    for_doubts(t, s, plan, [&](u32 bits, u32 position) {
+        int side = sides == 2 ? int(bits >> 31) : 0;
+        u32 magnitude = bits & kMagnitude, exponent = magnitude >> 23, kth = now[side].begin;
+        if (magnitude < kth || magnitude >= ranges[side].end) return;
+        u64 one = magnitude > kth ? u64(1) << 32 : 1;
+        atomicAdd(counts_of(t, side) + position / kTile, one);
+        atomicAdd(group_counts_of(t, side) + position / (kTile * kGroup), one);
+        if (magnitude == kth) return;
+        atomicAdd(&of_exponents[side][exponent], u64((magnitude & 0x7fffff) | (exponent ? 0x800000u : 0)));
+    });
+    __threadfence();
+    __syncthreads();
+    double of_sides[2] = {0, 0};
+    for (int e = tid; e < 256; e += blockDim.x)
+        for (int side = 0; side < 2; side++)
+            of_sides[side] += double(of_exponents[side][e]) * __longlong_as_double(i64((e ? e : 1) - 150 + 1023) << 52);
+    block_sums<2>(of_sides, sums);
+}
 
 // ── what is sent ──────────────────────────────────────────────────────────────────────────────────
 
-// How many of each tile's candidates are sent, one warp for each tile; the last group decides on the side and on the one
-// magnitude of SBC and STC. Its sum is not in the order of docs/wire-format.md but always in the same one: in fp64 hardly
-// any of these sums is rounded at all, and decoders need not know.
-extern "C" __global__ void tally(Job* job, const Where* groups) {
+// How many of each tile's candidates are sent, one warp for each tile; the last group finds the k-th magnitude, and
+// decides on the side and on the one magnitude of SBC and STC. Its sum is not in the order of docs/wire-format.md but
+// always in the same one: in fp64 hardly any of these sums is rounded at all, and decoders need not know.
+extern "C" __global__ void __launch_bounds__(256) tally(Job* job, const Where* groups) {
+    __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFine];
+    __shared__ Range ranges[2];
+    __shared__ u64 tile_counts[2][kGroup];
+    __shared__ double tile_sums[2][kGroup], doubt_sums[2];
     Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     const Format& f = format_of(t);
-    int lane = threadIdx.x & 31, index = where.index * kGroup + (threadIdx.x >> 5);
-    if (index < t.tiles) {
-        const Tile& tile = array_at<Tile>(t, plan.tiles)[index];
-        const u32* values = array_at<u32>(t, plan.values) + tile.start;
-        u32 greater[2] = {0, 0}, equal[2] = {0, 0};
-        double sum[2] = {0, 0};
-        for (u32 c = lane; c < tile.found; c += 32) {
-            u32 bits = values[c], magnitude = bits & kMagnitude;
-            int side = f.sides == 2 ? int(bits >> 31) : 0;
-            bool above = magnitude > s.kth[side];
-            greater[side] += above;
-            equal[side] += magnitude == s.kth[side];
-            sum[side] += above ? double(__uint_as_float(magnitude)) : 0.0;
+    int sides = f.sides, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, index = where.index * kGroup + warp;
+    Tile tile = {0, 0};
+    if (index < t.tiles) tile = array_at<Tile>(t, plan.tiles)[index];
+    const u32 *values = array_at<u32>(t, plan.values) + tile.start, *positions = array_at<u32>(t, plan.positions);
+    Doubt* doubts = array_at<Doubt>(t, plan.doubts);
+    find_ranges(s, sides, plan.k, ranges);
+    u32 greater[2] = {0, 0};
+    double sum[2] = {0, 0};
+    Range of_sides[2] = {ranges[0], ranges[1]};
+    for (u32 base = 0; base < tile.found; base += 128) {
+        u32 bits[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 c = base + j * 32 + lane;
+            bits[j] = c < tile.found ? values[c] : 0;
         }
-        for (int side = 0; side < f.sides; side++) {
-            u32 g = warp_sum_u32(greater[side]), e = warp_sum_u32(equal[side]);
-            double x = warp_sum(sum[side]);
-            if (!lane) counts_of(t, side)[index] = u64(g) << 32 | e, sums_of(t, side)[index] = x;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 magnitude = bits[j] & kMagnitude;
+            bool other = sides == 2 && bits[j] >> 31;
+            bool above = magnitude && magnitude >= (other ? of_sides[1].end : of_sides[0].end);
+            bool doubt = magnitude && !above && magnitude >= (other ? of_sides[1].begin : of_sides[0].begin);
+            double x = above ? double(__uint_as_float(magnitude)) : 0.0;
+            greater[0] += above && !other, greater[1] += above && other;
+            sum[0] += other ? 0.0 : x, sum[1] += other ? x : 0.0;
+            u32 vote = __ballot_sync(~0u, doubt), start = 0;
+            if (!vote) continue;
+            if (!lane) start = atomicAdd(&s.doubts, u32(__popc(vote)));
+            u32 to = __shfl_sync(~0u, start, 0) + __popc(vote & ((1u << lane) - 1));
+            if (doubt && i64(to) < plan.doubtful) doubts[to] = {bits[j], positions[tile.start + base + j * 32 + lane]};
         }
     }
+    for (int side = 0; side < sides; side++) {
+        u64 count = u64(warp_sum_u32(greater[side])) << 32;
+        double x = warp_sum(sum[side]);
+        if (lane) continue;
+        tile_counts[side][warp] = count, tile_sums[side][warp] = x;
+        if (index < t.tiles) counts_of(t, side)[index] = count;
+    }
+    __syncthreads();
+    if (threadIdx.x < u32(sides)) {
+        u64 count = 0;
+        double x = 0;
+        for (int w = 0; w < kGroup; w++) count += tile_counts[threadIdx.x][w], x += tile_sums[threadIdx.x][w];
+        group_counts_of(t, threadIdx.x)[where.index] = count;
+        sums_of(t, threadIdx.x)[where.index] = x;
+    }
     if (!last_block(&job->fits[where.item].tiles_done, groups_of(t))) return;
+    end_doubts(t, s, plan, sides, ranges, histogram, doubt_sums);
     u64 sent[2] = {0, 0};
     double mean[2] = {0, 0};
-    for (int side = 0; side < f.sides; side++) {
-        u64* counted = counts_of(t, side);
-        sent[side] = scan_items(t.tiles, [&](i64 i) { return counted[i]; }, [&](i64 i, u64 before) {
+    for (int side = 0; side < sides; side++) {
+        u64* counted = group_counts_of(t, side);
+        sent[side] = scan_items(groups_of(t), [&](i64 i) { return counted[i]; }, [&](i64 i, u64 before) {
             counted[i] = before;
         }) >> 32;
         sent[side] += s.ties[side];
-        double sum = 0;
-        for (i64 i = threadIdx.x; i < t.tiles; i += blockDim.x) sum += sums_of(t, side)[i];
-        sum = block_sum(sum);
+        double x = 0;
+        for (i64 i = threadIdx.x; i < groups_of(t); i += blockDim.x) x += sums_of(t, side)[i];
+        x = block_sum(x);
         if (!threadIdx.x && sent[side])
-            mean[side] = (sum + double(s.ties[side]) * double(__uint_as_float(s.ties[side] ? s.kth[side] : 0))) /
+            mean[side] = (x + doubt_sums[side] +
+                          double(s.ties[side]) * double(__uint_as_float(s.ties[side] ? s.kth[side] : 0))) /
                          double(sent[side]);
     }
     if (threadIdx.x) return;
     job->fits[where.item].tiles_done = 0;
-    int side = f.sides == 2 && mean[1] > mean[0];
+    int side = sides == 2 && mean[1] > mean[0];
     s.side = u32(side);
     s.sent = u32(sent[side]);
     s.value = __double2float_rn(side ? -mean[1] : mean[0]);
 }
 
 // Positions, values and the new error memory, one warp for each tile. The sign stands above the 31 bits of a position.
-extern "C" __global__ void send_chosen(Job* job, const Where* groups) {
+extern "C" __global__ void __launch_bounds__(256) send_chosen(Job* job, const Where* groups) {
     Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     const Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
-    const Format& f = format_of(t);
-    int lane = threadIdx.x & 31, index = where.index * kGroup + (threadIdx.x >> 5);
+    int sides = format_of(t).sides, kind = format_of(t).kind, dtype = t.dtype;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, index = where.index * kGroup + warp;
     if (index >= t.tiles) return;
-    const Tile& tile = array_at<Tile>(t, plan.tiles)[index];
-    const u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
+    Tile tile = array_at<Tile>(t, plan.tiles)[index];
+    const u32* values = array_at<u32>(t, plan.values) + tile.start;
+    const u32* positions = array_at<u32>(t, plan.positions) + tile.start;
     u32* sent = array_at<u32>(t, plan.sent);
+    float* after = t.after;
     u8* out = const_cast<u8*>(job->frames[t.frame].piece[VALUES].bytes);
     u32 side = s.side, kth = s.kth[side], ties = s.ties[side], below = (1u << lane) - 1;
-    u64 before = counts_of(t, int(side))[index];
+    u64 before = lane < warp ? counts_of(t, int(side))[index - warp + lane] : 0;
+    for (int by = 4; by; by >>= 1) before += __shfl_xor_sync(~0u, before, by);
+    before = __shfl_sync(~0u, before, 0) + group_counts_of(t, int(side))[where.index];
     u32 equal = u32(before), at = u32(before >> 32) + (equal < ties ? equal : ties);
-    float one = received(s.value, t.dtype);
-    for (u32 c = 0; c < tile.found; c += 32) {
-        u32 bits = c + lane < tile.found ? values[tile.start + c + lane] : 0, magnitude = bits & kMagnitude;
-        bool mine = magnitude && (f.sides == 1 || bits >> 31 == side);
-        u32 equals = __ballot_sync(~0u, mine && magnitude == kth);
-        bool chosen = mine && (magnitude > kth || (magnitude == kth && equal + __popc(equals & below) < ties));
-        u32 vote = __ballot_sync(~0u, chosen), to = at + __popc(vote & below);
-        if (chosen) {
-            u32 position = positions[tile.start + c + lane];
-            float u = __uint_as_float(bits), value = one;
-            if (f.kind == ONE_MAGNITUDE) {
-                value = u < 0 ? -one : one;
-            } else if (f.kind == AS_FP32) {
-                value = received(u, t.dtype);
-                reinterpret_cast<float*>(out)[to] = u;
-            } else if (f.kind != ONE_VALUE) {
-                bool half = f.kind == AS_FP16;
-                u16 cast = half ? float_to_half(limited(u, 65504.0f))
-                                : float_to_bf16(limited(u, 3.3895313892515355e38f));
-                value = received(half ? half_to_float(cast) : bf16_to_float(cast), t.dtype);
-                reinterpret_cast<u16*>(out)[to] = cast;
-            }
-            sent[to] = position | (bits & ~kMagnitude);
-            if (t.after) t.after[position] = __fsub_rn(u, value);
+    float one = received(s.value, dtype);
+    for (u32 base = 0; base < tile.found; base += 128) {
+        u32 loaded[4], places[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 c = base + j * 32 + lane;
+            loaded[j] = c < tile.found ? values[c] : 0;
+            places[j] = c < tile.found ? positions[c] : 0;
         }
-        equal += __popc(equals);
-        at += __popc(vote);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 bits = loaded[j], magnitude = bits & kMagnitude, position = places[j];
+            bool mine = magnitude && (sides == 1 || bits >> 31 == side);
+            u32 equals = __ballot_sync(~0u, mine && magnitude == kth);
+            bool chosen = mine && (magnitude > kth || (magnitude == kth && equal + __popc(equals & below) < ties));
+            u32 vote = __ballot_sync(~0u, chosen), to = at + __popc(vote & below);
+            if (chosen) {
+                float u = __uint_as_float(bits), value = one;
+                if (kind == ONE_MAGNITUDE) {
+                    value = u < 0 ? -one : one;
+                } else if (kind == AS_FP32) {
+                    value = received(u, dtype);
+                    reinterpret_cast<float*>(out)[to] = u;
+                } else if (kind != ONE_VALUE) {
+                    bool half = kind == AS_FP16;
+                    u16 cast = half ? float_to_half(limited(u, 65504.0f))
+                                    : float_to_bf16(limited(u, 3.3895313892515355e38f));
+                    value = received(half ? half_to_float(cast) : bf16_to_float(cast), dtype);
+                    reinterpret_cast<u16*>(out)[to] = cast;
+                }
+                sent[to] = position | (bits & ~kMagnitude);
+                if (after) after[position] = __fsub_rn(u, value);
+            }
+            equal += __popc(equals);
+            at += __popc(vote);
+        }
     }
 }

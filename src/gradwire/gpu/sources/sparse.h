@@ -2,11 +2,12 @@
 #pragma once
 #include "gaps.h"
 
-const int kTile = 8192, kGroup = 8, kPart = 1024, kSample = 65536;
-const int kRun = 8, kRuns = kSample / kRun;  // the sample consists of short runs, so that clusters do not mislead it
-const int kLevels = 3;  // the 31 bits of a magnitude are looked at in three steps
+const int kTile = 8192, kGroup = 8, kPart = 1024, kSample = 65536;  // of smaller tensors than that, the sample is all
+const int kRun = 4, kRuns = 4096, kSampled = kRun * kRuns;  // it consists of short runs: clusters must not mislead it
+const int kLevels = 3;  // the 31 bits of a magnitude, where all entries are looked at in three steps
 __constant__ int kShift[kLevels] = {19, 9, 0}, kWidth[kLevels] = {4096, 1024, 512};
 const int kFirst = 4096;  // buckets of the first step, for each side
+const int kFine = 2048;  // buckets between the magnitudes that the k-th is expected between, for each side
 const int kChunk = 2048;  // positions that a block codes at a time
 const int kClasses = 128;  // more than there are for gaps below 2^31
 const u32 kMagnitude = 0x7fffffffu;
@@ -19,8 +20,8 @@ struct Format {  // of `Tensor.format`
 };
 
 struct Plan {  // at `Tensor.step_at`: what the host knows about the tensor
-    i64 k, room;  // entries to send at most, and candidates there is room for
-    u64 parts, tiles, counts, sums, chunks, values, positions, sent;  // where the arrays are in `Tensor.own`
+    i64 k, room, doubtful;  // entries to send at most; candidates, and doubtful ones of them, that there is room for
+    u64 parts, tiles, counts, group_counts, sums, doubts, chunks, values, positions, sent;  // arrays in `Tensor.own`
 };
 
 struct Tile {
@@ -32,17 +33,24 @@ struct Chunk {
     u32 bits[4];  // how many there are for each m
 };
 
+struct Doubt {  // a candidate of which only the exact k-th magnitude tells whether it is sent
+    u32 bits, position;
+};
+
 struct Selection {  // at `Tensor.own`; of each side, the positive entries (or all) and the negative ones
     u32 least[2];  // from this bit pattern on an entry is a candidate
+    u32 upto[2];  // candidates below it are counted, in buckets of 2^shift bit patterns
+    u32 shift[2];
     u32 found, negative;  // candidates, and how many of them are negative
-    u32 open[2];  // whether the k-th magnitude is still looked for
-    u32 prefix[2], rank[2];  // its highest bits, and its rank among those that share them
+    u32 doubts;
+    u32 open[2], prefix[2], rank[2];  // while all entries are looked at: the k-th's highest bits, and its rank there
     u32 kth[2], ties[2];  // the k-th magnitude, and how many of those equal to it are sent
     u32 side, sent;
     float value;  // where all sent entries have the same magnitude
     int m;
+    u32 spare[5];  // so that the histogram begins at a multiple of 16 bytes
     u32 classes[kClasses];
-    u32 histograms[2 * (4096 + 1024 + 512)];
+    u32 histogram[2 * kFine];
 };
 
 __device__ __forceinline__ Selection& selection_of(const Tensor& t) { return *static_cast<Selection*>(t.own); }
@@ -52,16 +60,16 @@ template <typename T>
 __device__ __forceinline__ T* array_at(const Tensor& t, u64 offset) {
     return reinterpret_cast<T*>(static_cast<u8*>(t.own) + offset);
 }
-// Candidates of each tile above the k-th magnitude (<< 32) and those equal to it; then, of all tiles before. Neither
-// number reaches 2^32.
+__device__ __forceinline__ int groups_of(const Tensor& t) { return (t.tiles + kGroup - 1) / kGroup; }
+// Candidates of each tile above the k-th magnitude (<< 32) and those equal to it. Neither number reaches 2^32.
 __device__ __forceinline__ u64* counts_of(const Tensor& t, int side) {
     return array_at<u64>(t, plan_of(t).counts) + i64(side) * t.tiles;
 }
-// The sum of the magnitudes above the k-th in each tile.
+// The same of each group of tiles; then, of all groups before it.
+__device__ __forceinline__ u64* group_counts_of(const Tensor& t, int side) {
+    return array_at<u64>(t, plan_of(t).group_counts) + i64(side) * groups_of(t);
+}
+// The sum of the magnitudes in each group that are sent without a doubt.
 __device__ __forceinline__ double* sums_of(const Tensor& t, int side) {
-    return array_at<double>(t, plan_of(t).sums) + i64(side) * t.tiles;
+    return array_at<double>(t, plan_of(t).sums) + i64(side) * groups_of(t);
 }
-__device__ __forceinline__ u32* histogram_of(Selection& s, int level) {
-    return s.histograms + 2 * (level > 0 ? 4096 : 0) + 2 * (level > 1 ? 1024 : 0);
-}
-__device__ __forceinline__ int groups_of(const Tensor& t) { return (t.tiles + kGroup - 1) / kGroup; }
