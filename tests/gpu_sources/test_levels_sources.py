@@ -106,8 +106,10 @@ def check(frame: bytes, task: FrameTask, recipe: str, one_bucket: bool = False) 
     if joined.numel() * joined.element_size() <= 32:
         return  # the host stores so few
     host = gradwire.decode(bytes(out[:length].numpy())).float().view(-1)
-    # Sums are rounded differently, which may change the level of a bucket in its last bit.
-    assert (host != decoded).float().mean() <= (0.15 if recipe.startswith("orq") or u.numel() > 4096 else 0)
+    # Sums are rounded differently, which may change the level of a bucket in its last bit. BinGrad's kernels look for
+    # the split near the best one, and another that is as good may be there.
+    if not recipe.startswith("bingrad") or "pb" in recipe:
+        assert (host != decoded).float().mean() <= (0.15 if recipe.startswith("orq") or u.numel() > 4096 else 0)
     error, best = (u - decoded).double().square().sum(), (u - host).double().square().sum()
     assert error <= best * 1.01 + 1e-90
     if not one_bucket:

@@ -1,0 +1,81 @@
+// How the entries of a bucket are spread over its range: where a search for levels begins.
+#pragma once
+#include "levels_load.h"
+
+__device__ __forceinline__ u32 warp_total(u32 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(~0u, x);
+#else
+    return warp_sum_u32(x);
+#endif
+}
+
+__device__ __forceinline__ float warp_sum_float(float x) {
+    for (int by = 16; by; by >>= 1) x += __shfl_xor_sync(~0u, x, by);
+    return x;
+}
+
+// Counts of a warp's entries in equal parts of their range. Every lane has a byte for each part, four of them in a word,
+// so that no two lanes ever add to the same word, or to words of the same bank.
+template <int N>
+struct Bins {
+    static const int kRows = N > 32 ? 64 : 32, kNumber = 4 * kRows, kEach = kNumber / 32;
+    uint4 words[8 * kRows];
+
+    // Counts x − least, from 0 to `range`; then mine[j] is the count of part lane·kEach + j. What is not finite counts
+    // in the last part.
+    __device__ __forceinline__ void count(const float (&x)[N], float least, float range, u32* mine) {
+        int lane = threadIdx.x & 31;
+        u32* all = reinterpret_cast<u32*>(words);
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < kRows / 4; k++) words[32 * k + lane] = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+        // In two steps, since the reciprocal of a tiny range is beyond fp32.
+        float up = range < 1e-30f ? 1.8446744073709552e19f : 1.0f, scale = float(kNumber) * 0.99999f / (range * up);
+#pragma unroll
+        for (int q = 0; q < N; q++) {
+            u32 bin = u32(int(fminf((x[q] - least) * up * scale, float(kNumber - 1))));
+            atomicAdd(&all[(bin >> 2 << 5) + lane], 1u << 8 * (bin & 3));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < kEach / 4; r++) {
+            u32 even = 0, odd = 0;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                uint4 four = words[8 * (lane * (kEach / 4) + r) + ((j + lane) & 7)];
+                u32 a = four.x + four.y, b = four.z + four.w;
+                if (N <= 32) {
+                    a += b;
+                } else {
+                    even += b & 0x00ff00ffu;
+                    odd += b >> 8 & 0x00ff00ffu;
+                }
+                even += a & 0x00ff00ffu;
+                odd += a >> 8 & 0x00ff00ffu;
+            }
+            mine[4 * r] = even & 0xffff, mine[4 * r + 1] = odd & 0xffff;
+            mine[4 * r + 2] = even >> 16, mine[4 * r + 3] = odd >> 16;
+        }
+        __syncwarp();
+    }
+
+    // In the place of the counts: how many entries come before each part, and at the end all.
+    __device__ __forceinline__ const u32* upto(const u32* mine) {
+        int lane = threadIdx.x & 31;
+        u32* sums = reinterpret_cast<u32*>(words);
+        u32 all = 0;
+#pragma unroll
+        for (int j = 0; j < kEach; j++) all += mine[j];
+        u32 before = warp_scan(all) - all;
+#pragma unroll
+        for (int j = 0; j < kEach; j++) {
+            sums[lane * kEach + j] = before;
+            before += mine[j];
+        }
+        if (lane == 31) sums[kNumber] = before;
+        __syncwarp();
+        return sums;
+    }
+};
