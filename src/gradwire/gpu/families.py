@@ -151,7 +151,7 @@ class Unpack(NamedTuple):
 class Family(ABC):
     """Converters that share their kernels."""
 
-    combines = ("decoding", "combine")  # program and kernel that make the mean of the frames of all ranks
+    combines = ("combine", "combine")  # program and kernel that make the mean of the frames of all ranks
     unpacks: tuple[Unpack, ...] = ()  # kernels that come before it, for all frames of all ranks
 
     def arrival(self, converter: Converter, lengths: Sequence[int]) -> np.ndarray | None:

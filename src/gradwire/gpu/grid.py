@@ -22,7 +22,7 @@ LENGTH_BYTES = 10  # of a varint, at most
 class GridFamily(Family):
     """Grids that meet a rate or an error, rounded to nearest."""
 
-    combines = ("decoding", "combine_grid")
+    combines = ("combine", "combine_grid")
     unpacks = (
         Unpack("outliers", "begin_pieces", 128, True),
         Unpack("outliers", "join_pieces", 128, True),

@@ -60,22 +60,6 @@ struct DecodeJob {
     int spare;
 };
 
-// A thread's symbols of a tile of 4096 entries: four at a time, from entry `begin` on, then 1024 further on; 0 beyond the
-// end. By a block of 256 threads.
-__device__ __forceinline__ void load_symbols(const u8* symbols, i64 begin, i64 end, u32* mine) {
-#pragma unroll
-    for (int h = 0; h < 4; h++) {
-        i64 i = begin + 1024 * h;
-        mine[h] = 0;
-        if (i + 4 <= end && !((u64)(symbols) & 3)) {
-            mine[h] = *reinterpret_cast<const u32*>(symbols + 1024 * h);
-        } else {
-            for (int k = 0; k < 4; k++)
-                if (i + k < end) mine[h] |= u32(symbols[1024 * h + k]) << 8 * k;
-        }
-    }
-}
-
 // Reads a frame without ever leaving it: beyond its end everything is 0, and `bad` is set.
 struct Reader {
     const u8* bytes;
@@ -127,22 +111,4 @@ __device__ __forceinline__ void store(void* out, i64 i, float x, int dtype) {
         static_cast<float*>(out)[i] = x;
     else
         static_cast<u16*>(out)[i] = dtype == FP16 ? float_to_half(x) : float_to_bf16(x);
-}
-
-// What a thread's sixteen entries of a tile, four from `begin` on and from every 1024 behind it, hold before they are
-// summed: those of the target if `adds`, and else zero.
-template <int DTYPE>
-__device__ __forceinline__ void sum_so_far(const Target& target, i64 begin, i64 end, bool adds, float* sum) {
-    bool aligned = DTYPE == FP32 && !((u64)(target.out) & 15);
-#pragma unroll
-    for (int h = 0; h < 4; h++) {
-        i64 i = begin + 1024 * h;
-        if (adds && aligned && i + 4 <= end) {
-            float4 held = *reinterpret_cast<const float4*>(static_cast<const float*>(target.out) + i);
-            sum[4 * h] = held.x, sum[4 * h + 1] = held.y, sum[4 * h + 2] = held.z, sum[4 * h + 3] = held.w;
-            continue;
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) sum[4 * h + k] = adds && i + k < end ? load(target.out, i + k, DTYPE) : 0.0f;
-    }
 }

@@ -1,7 +1,7 @@
 // The mean of frames of levels: what a symbol stands for depends on its bucket.
+#include "combine.h"
 #include "levels_arrival.h"
 
-const int kCombined = 4096;  // entries of a tile
 // A bucket has at least twice as many entries as levels, so a tile needs half its size, and one bucket more at its end.
 const int kMostValues = kCombined / 2 + kSymbols;
 const float kLargest = 8.507059173023462e37f;  // 2^126
@@ -38,84 +38,117 @@ __device__ __forceinline__ float level_of(const LevelsPlan& plan, const u8* numb
     return __double2float_rn((low * double(s - 1 - k) + high * double(k)) / double(s - 1));
 }
 
-template <int DTYPE>
-__device__ __forceinline__ float rounded(float x) {
-    return DTYPE == FP16 ? half_to_float(float_to_half(x)) : DTYPE == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
+struct FromRank {            // what a rank sends for a tile
+    const u8* symbols;       // of the tile's first entry; null: it has none
+    const u8* numbers;       // of the tile's first bucket
+    const LevelsPlan* plan;
+    i64 left;                // entries of the segment from this bucket on
+    int many;                // values of all symbols, in all buckets of the tile
+    int place;               // of the tile's first entry in the bucket
+    int shift, levels, dtype, spare;
+};
+
+__device__ __forceinline__ FromRank look_up(const DecodeJob* job, const Target& target, i64 tile, int rank) {
+    FromRank from = {nullptr, nullptr, nullptr, 0, 0, 0, 0, 0, 0, 0};
+    if (rank >= job->message_count) return from;
+    Source source = target.sources[rank];
+    if (source.arrival < 0) return from;
+    const Arrival& arrival = job->arrivals[source.arrival];
+    const LevelsPlan& plan = *reinterpret_cast<const LevelsPlan*>(arrival.own);
+    const LevelsPart part = plan.parts()[source.segment];
+    i64 begin = tile * kCombined, end = begin + kCombined < target.count ? begin + kCombined : target.count;
+    int item = (plan.kind == EXPLICIT ? plan.levels : plan.kind == EVEN ? 2 : 1) * (plan.precision == FP32 ? 4 : 2);
+    i64 first = (part.position + begin) >> plan.bucket_bits, last = (part.position + end - 1) >> plan.bucket_bits;
+    from.symbols = arrival.symbols + source.first + begin;
+    from.numbers = arrival.rest + part.numbers + first * item;
+    from.plan = &plan;
+    from.left = part.length - (first << plan.bucket_bits);
+    from.many = int(last - first + 1) * plan.levels;
+    from.place = int(part.position + begin - (first << plan.bucket_bits));
+    from.shift = plan.bucket_bits, from.levels = plan.levels, from.dtype = arrival.dtype;
+    return from;
+}
+
+// Value j of those that a rank's symbols stand for in a tile.
+__device__ __forceinline__ float value_at(const FromRank& from, int j, float weight, bool* sound) {
+    const LevelsPlan& plan = *from.plan;
+    int s = from.levels, b = j / s, k = j - b * s;
+    int item = (plan.kind == EXPLICIT ? s : plan.kind == EVEN ? 2 : 1) * (plan.precision == FP32 ? 4 : 2);
+    i64 left = from.left - (i64(b) << from.shift), n = left < i64(1) << from.shift ? left : i64(1) << from.shift;
+    float value = received(level_of(plan, from.numbers + b * item, n, k, sound), from.dtype);
+    return weight != 1.0f ? __fmul_rn(value, weight) : value;
 }
 
 template <int DTYPE>
-__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, float* values) {
-    int tid = threadIdx.x;
+__device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& target, i64 tile, FromRank* ranks,
+                                             float* values) {
+    int tid = threadIdx.x, message_count = job->message_count;
     float weight = job->weight, sum[16];
-    i64 from = tile * kCombined, end = from + kCombined < target.count ? from + kCombined : target.count;
-    i64 begin = from + 4 * tid;
+    int count = entries_of(target, tile);
     bool any = job->adds, sound = true;
-    sum_so_far<DTYPE>(target, begin, end, any, sum);
-    for (int rank = 0; rank < job->message_count; rank++) {
-        Source source = target.sources[rank];
-        if (source.arrival < 0) continue;
-        const Arrival& arrival = job->arrivals[source.arrival];
-        const LevelsPlan& plan = *reinterpret_cast<const LevelsPlan*>(arrival.own);
-        const LevelsPart part = plan.parts()[source.segment];
-        const u8* symbols = arrival.symbols + source.first + begin;
-        u32 mine[4];
-        load_symbols(symbols, begin, end, mine);
-        int shift = plan.bucket_bits, s = plan.levels;
-        int item = (plan.kind == EXPLICIT ? s : plan.kind == EVEN ? 2 : 1) * (plan.precision == FP32 ? 4 : 2);
-        i64 first = (part.position + from) >> shift, last = (part.position + end - 1) >> shift;
-        int many = int(last - first + 1) * s;
+    sums_before<DTYPE>(target, tile, count, any, sum);
+    for (int first = 0, many = 0; first < message_count; first += many) {
+        if (first) __syncthreads();
+        if (tid < kAtOnce) ranks[tid] = look_up(job, target, tile, first + tid);
         __syncthreads();
-        for (int j = tid; j < many; j += 256) {
-            int b = j / s, k = j - b * s;
-            i64 left = part.length - ((first + b) << shift), n = left < i64(1) << shift ? left : i64(1) << shift;
-            float value = received(level_of(plan, arrival.rest + part.numbers + (first + b) * item, n, k, &sound),
-                                   arrival.dtype);
-            values[j] = weight != 1.0f ? __fmul_rn(value, weight) : value;
+        u32 next[4] = {0, 0, 0, 0};
+        if (ranks[0].symbols) symbols_of_tile(ranks[0].symbols, count, next);
+        int used = 0;  // values of as many ranks as there is room for
+        for (many = 0; many < kAtOnce && first + many < message_count; many++) {
+            if (used + ranks[many].many > kMostValues) break;
+            used += ranks[many].many;
+        }
+        for (int j = tid; j < used; j += 256) {
+            int k = 0, at = j;
+            while (at >= ranks[k].many) at -= ranks[k++].many;
+            values[j] = value_at(ranks[k], at, weight, &sound);
         }
         __syncthreads();
-        // Entries from here on are counted from the beginning of the first bucket.
-        int place = int(part.position + begin - (first << shift));
+        const float* value = values;
+        for (int k = 0; k < many; k++) {
+            const FromRank& from = ranks[k];
+            u32 mine[4] = {next[0], next[1], next[2], next[3]};
+            if (k + 1 < many && ranks[k + 1].symbols) symbols_of_tile(ranks[k + 1].symbols, count, next);
+            if (!from.symbols) continue;
+            int place = from.place + 4 * tid, s = from.levels, shift = from.shift, last = from.many - 1;
+            if (!(place & 3)) {  // all four of a word are in the same bucket, as a rule
 #pragma unroll
-        for (int k = 0; k < 16; k++) {
-            int bucket = (place + 1024 * (k >> 2) + (k & 3)) >> shift;
-            int at = bucket * s + int(mine[k >> 2] >> 8 * (k & 3) & 255);
-            float v = values[at < many ? at : 0];
-            sum[k] = rounded<DTYPE>(any ? __fadd_rn(sum[k], v) : v);
+                for (int h = 0; h < 4; h++) {
+                    int bucket = ((place + 1024 * h) >> shift) * s;
+                    const float* of_bucket = value + (bucket < last ? bucket : 0);  // entries beyond the end have none
+#pragma unroll
+                    for (int q = 4 * h; q < 4 * h + 4; q++) {
+                        float v = of_bucket[mine[h] >> 8 * (q & 3) & 255];
+                        sum[q] = rounded_to<DTYPE>(any ? __fadd_rn(sum[q], v) : v);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int q = 0; q < 16; q++) {
+                    int bucket = ((place + 1024 * (q >> 2) + (q & 3)) >> shift) * s;
+                    float v = value[(bucket < last ? bucket : 0) + int(mine[q >> 2] >> 8 * (q & 3) & 255)];
+                    sum[q] = rounded_to<DTYPE>(any ? __fadd_rn(sum[q], v) : v);
+                }
+            }
+            value += from.many;
+            any = true;
         }
-        any = true;
     }
     if (!sound) atomicOr(&job->status->bits, u32(UNUSUAL));
-    bool aligned = !((u64)(target.out) & 15);
-#pragma unroll
-    for (int h = 0; h < 4; h++) {
-        i64 i = begin + 1024 * h;
-        if (DTYPE == FP32 && aligned && i + 4 <= end) {
-            *reinterpret_cast<float4*>(static_cast<float*>(target.out) +
-                                       i) = make_float4(sum[4 * h], sum[4 * h + 1], sum[4 * h + 2], sum[4 * h + 3]);
-            continue;
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (i + k >= end) continue;
-            float x = sum[4 * h + k];
-            if (DTYPE == FP32)
-                static_cast<float*>(target.out)[i + k] = x;
-            else
-                static_cast<u16*>(target.out)[i + k] = DTYPE == FP16 ? float_to_half(x) : float_to_bf16(x);
-        }
-    }
+    put_sums<DTYPE>(target, tile, count, sum);
 }
 
 // The weighted sum of the values of all ranks, in rank order. One block of 256 threads for each tile.
-extern "C" __global__ void __launch_bounds__(256) combine_levels(DecodeJob* job, const Where* tiles) {
-    __shared__ float values[kMostValues];
+extern "C" __global__ void __launch_bounds__(256, 5) combine_levels(DecodeJob* job, const Where* tiles) {
+    __shared__ FromRank ranks[kAtOnce];
+    __shared__ float values[kMostValues + kSymbols];  // a symbol that no level has reads behind the last of them
     Where where = tiles[blockIdx.x];
     const Target& target = job->targets[where.item];
     if (job->status->bits) return;
     if (target.dtype == FP32)
-        combine_tile<FP32>(job, target, where.index, values);
+        combine_tile<FP32>(job, target, where.index, ranks, values);
     else if (target.dtype == FP16)
-        combine_tile<FP16>(job, target, where.index, values);
+        combine_tile<FP16>(job, target, where.index, ranks, values);
     else
-        combine_tile<BF16>(job, target, where.index, values);
+        combine_tile<BF16>(job, target, where.index, ranks, values);
 }
