@@ -7,11 +7,12 @@ over too soon, shows.
 from __future__ import annotations
 
 import torch
+from test_auto_one_rank import one_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from test_auto_one_rank import one_rank
+
 
 STEPS, ASLEEP = 12, 20_000_000  # cycles: some ten milliseconds
 
