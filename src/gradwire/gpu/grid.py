@@ -13,8 +13,7 @@ from gradwire.gpu.structures import SAMPLE
 from gradwire.kernels import grid_capacity
 
 LARGEST = 127  # magnitude of a symbol
-# As in sources/grid.h: what a frame's scratch begins with, and how the searched part of the sample is sorted.
-HEAD, SEARCHED, SORTED, SORTS, SHIFTS = 8192, 1 << 14, 4096, 4, 7
+HEAD, SHIFTS, SEARCHERS = 8192, 7, 512  # as in sources/grid.h and grid_spread.h
 BUCKET, PIECE_BITS = 4096, 1024  # as in sources/apart.h
 LENGTH_BYTES = 10  # of a varint, at most
 
@@ -38,16 +37,14 @@ class GridFamily(Family):
         """Return the grid with the step of each tensor, how long the list of outliers is, symbols, and outliers."""
         assert isinstance(task.converter, Ecq)
         side = stated_steps(bytes([LARGEST, 2, 0, 0]), task.tensors)
-        capacity, sorts = grid_capacity(task.count), min(SORTS, -(-task.count // SORTED))
-        of_sort = 4 * SORTED + 2 * (SORTED + 8)  # bytes; with sums, where the target is an error
-        of_sort += 16 * (SORTED + 8) if task.converter.target.rate is None else 0
+        capacity = grid_capacity(task.count)
         return FramePieces(
             GRID,
             SEGMENTED if len(task.tensors) > 1 else 0,
             [side, Bytes(most=LENGTH_BYTES), 0, Bytes(most=64 + 8 * capacity)],
             # The kernels say how many symbols there really are.
             [StreamPlan(2 * LARGEST + 1, LARGEST)],
-            own=[HEAD + sorts * of_sort + 8 * capacity] + [0] * (len(task.tensors) - 1),
+            own=[HEAD + 8 * capacity] + [0] * (len(task.tensors) - 1),
         )
 
     def room_to_decode(self, converter: Converter, count: int) -> tuple[int, int]:
@@ -70,9 +67,9 @@ class GridFamily(Family):
         batch.launch_parts("grid_search", "sample")
         if batch.most > SAMPLE:
             batch.launch_on_all_tiles("grid_search", "look_closer")
-        batch.launch_parts("grid_search", "sort")
         # One block for each width of the cell of zero: of the blocks of all parts, those of a tensor's first do it.
-        programs.kernel("grid_search", "search", batch.device)(SHIFTS * batch.part_count, 256, batch.on_parts)
+        search = programs.kernel("grid_search", "search", batch.device)
+        search(SHIFTS * batch.part_count, SEARCHERS, batch.on_parts)
         batch.launch_parts("grid_search", "compare")
         batch.launch_tiles("grid", "convert")
         batch.launch_tiles("grid", "measure_outliers")

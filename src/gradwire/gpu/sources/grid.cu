@@ -37,7 +37,7 @@ __device__ void list_outliers(Job* job, const Tensor& t, int tile, Scratch& s, c
     __syncthreads();
     fits = fits && i64(base) + number <= capacity_of(stream);
     TileRecord& record = records_of(job, t)[tile];
-    u64* list = list_of(s, stream);
+    u64* list = list_of(s);
     if (!fits) number = 0;
     if (!tid) record.base = base, record.count = number, record.last = -1;
     __syncthreads();
@@ -284,7 +284,7 @@ extern "C" __global__ void measure_outliers(Job* job, const Where* tiles) {
     int tid = threadIdx.x;
     u64 bits = 0, all = 0;
     for (u32 k = tid; k < record.count; k += blockDim.x)
-        bits += bits_of(outlier_at(list_of(s, stream), record, start_of(job, t, where.index), k, s.largest), s.a, s.b);
+        bits += bits_of(outlier_at(list_of(s), record, start_of(job, t, where.index), k, s.largest), s.a, s.b);
     if (record.count) block_scan(bits, &all);
     if (!tid) record.bits = all;
     const Tensor &first = first_of(job, t), &last = job->tensors[stream.first_tensor + stream.tensors - 1];
@@ -366,7 +366,7 @@ extern "C" __global__ void write_outliers(Job* job, const Where* tiles) {
         Outlier x = {0, 0, false};
         u64 bits = 0, all;
         if (k < record.count) {
-            x = outlier_at(list_of(s, stream), record, start_of(job, t, where.index), k, s.largest);
+            x = outlier_at(list_of(s), record, start_of(job, t, where.index), k, s.largest);
             bits = bits_of(x, a, b);
         }
         u64 at = block_scan(bits, &all) + done;

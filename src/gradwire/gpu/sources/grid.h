@@ -8,7 +8,6 @@
 const int kRuns = 1024, kRun = 64, kSample = kRuns * kRun, kPart = 1024, kTile = 8192;
 const int kShifts = 7;                     // ½, 7/16, … ⅛: what is added before rounding down
 const int kSearched = 1 << 14;             // entries on which the step is searched
-const int kSorted = 4096, kSorts = 4;      // they are sorted in so many pieces of so many
 const int kCells = 127;                    // largest magnitude of a symbol
 const int kHead = 8192;                    // bytes in front of the arrays of a frame's scratch
 const float kLimit = 16777216.0f;          // largest multiple
@@ -19,10 +18,7 @@ struct Format {
 };
 
 struct Scratch {                 // of a frame; the first tensor has it
-    double sums[kSorts], squares[kSorts];
-    u32 nonzero[kSorts];         // of the entries that are searched
-    u32 entries[kSorts];
-    double total;                // entries that these stand for, with all zeros
+    double total;                // entries of the tensors that are not all zero
     float steps[kShifts], slopes[kShifts];
     float shift, step, offset[2];
     int largest, a, b;
@@ -53,29 +49,11 @@ __device__ __forceinline__ Scratch& scratch_of(const Job* job, const Tensor& t) 
     return *static_cast<Scratch*>(first_of(job, t).own);
 }
 
-__device__ __forceinline__ int sorts_of(const Stream& stream) {
-    return stream.count >= kSearched ? kSorts : int((stream.count + kSorted - 1) / kSorted);
-}
-
-__device__ __forceinline__ u32* keys_of(Scratch& s) {
-    return reinterpret_cast<u32*>(reinterpret_cast<u8*>(&s) + kHead);
-}
-
-// How many of the sorted keys before each are negative.
-__device__ __forceinline__ u16* negatives_of(Scratch& s, const Stream& stream) {
-    return reinterpret_cast<u16*>(keys_of(s) + sorts_of(stream) * kSorted);
-}
-
-__device__ __forceinline__ u64* list_of(Scratch& s, const Stream& stream) {
-    return reinterpret_cast<u64*>(negatives_of(s, stream) + sorts_of(stream) * (kSorted + 8));
+__device__ __forceinline__ u64* list_of(Scratch& s) {
+    return reinterpret_cast<u64*>(reinterpret_cast<u8*>(&s) + kHead);
 }
 
 __device__ __forceinline__ i64 capacity_of(const Stream& stream) { return 16 + stream.count / 16; }
-
-// Where the target is an error: sums of the sorted magnitudes and of their squares, before each.
-__device__ __forceinline__ double* sums_of(Scratch& s, const Stream& stream) {
-    return reinterpret_cast<double*>(list_of(s, stream) + capacity_of(stream));
-}
 
 __device__ __forceinline__ u64 code_room_of(const Stream& stream) { return 64 + 8 * u64(capacity_of(stream)); }
 

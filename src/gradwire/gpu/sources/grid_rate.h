@@ -1,6 +1,7 @@
 // What a grid costs: bits of the symbols, of their table and of the outliers, by the counts of its cells.
 #pragma once
 #include "grid.h"
+#include "warp_sums.h"
 
 // As in convert/grid_fit.py: bits of side information that do not depend on the symbols, the least share of the symbols
 // of all bits, and by how much more symbols have to be better.
@@ -15,66 +16,64 @@ struct Measured {
     double number;  // of outliers
 };
 
-// Bits of the symbols with a table of so many bits of precision, by a warp.
-__device__ __noinline__ double coded_bits(const Cells* cells, double zeros, double total, int largest, int precision,
-                                          double* table) {
+// Bits of the symbols with a table of so many bits of precision, by a warp. In fp32, and whole numbers where they are:
+// sums of fp64 over a warp take longer than all the rest.
+__device__ __forceinline__ double coded_bits(const Cells* cells, float zeros, float total, int largest, int precision,
+                                             double* table) {
     int lane = threadIdx.x & 31;
-    double scale = double(1 << precision) / total, bits = 0, sum = 0, code = 0, used = 0;
+    float scale = float(1 << precision) / total, bits = 0;
+    u32 sum = 0, code = 0;
     for (int k = lane; k <= 2 * largest; k += 32) {
-        double count = k == 2 * largest ? zeros : double(k < largest ? cells[k] : cells[128 + k - largest]);
-        float f = count > 0 ? rintf(float(count * scale)) : 0.0f;
-        if (count > 0 && f < 1) f = 1;
-        if (count > 0) bits -= count * double(log2f(f));
-        sum += f;
-        used += count;
+        float count = k == 2 * largest ? zeros : float(k < largest ? cells[k] : cells[128 + k - largest]);
+        float f = count > 0 ? fmaxf(rintf(count * scale), 1.0f) : 0.0f;
+        if (count > 0) bits -= count * log2f(f);
+        sum += u32(f);
         if (k < 2 * largest) code += 2 * bit_length(u32(f) + 1) - 1;
     }
-    bits = warp_sum(bits);
-    sum = warp_sum(sum);
-    used = warp_sum(used);
-    *table = 8 * ceil(warp_sum(code) / 8);
-    return bits + used * double(log2f(float(sum)));
+    *table = double((warp_total(code) + 7) / 8 * 8);
+    return double(warp_sum_float(bits)) + double(total) * double(log2f(float(warp_total(sum))));
 }
 
 // Rate with symbols up to ±largest, by a warp.
 __device__ __noinline__ Measured measure_size(const Cells* cells, double total, double count, int largest) {
     int lane = threadIdx.x & 31;
-    double scale = count / total, inside = 0, outside = 0, excess = 0, ends = cells[127];
+    u32 within = 0, beyond = 0, over = 0, ends = cells[127];
     for (int k = lane; k < kCells; k += 32) {
-        double both = double(cells[k]) + double(cells[128 + k]);
+        u32 both = cells[k] + cells[128 + k];
         if (k < largest)
-            inside += both;
+            within += both;
         else
-            outside += both, excess += both * (k - largest);
+            beyond += both, over += both * (k - largest);
     }
-    inside = warp_sum(inside);
-    outside = warp_sum(outside) + ends;
-    excess = warp_sum(excess) + ends * (kCells - largest + 32);
+    within = warp_total(within);
+    beyond = warp_total(beyond) + ends;
+    double scale = count / total, excess = double(warp_total(over)) + double(ends) * (kCells - largest + 32);
+    double outside = double(beyond);
     Measured m;
-    double zeros = total - inside;
-    if (zeros < 0) zeros = 0;
+    float zeros = float(total - double(within)), all = float(total);  // outliers are sent as zeros
+    if (zeros < 0) zeros = 0, all = float(within);
     m.number = outside * scale;
     double table;
     if (2 * largest + 1 <= 16) {
-        double fine_table, coarse = coded_bits(cells, zeros, total, largest, 8, &table) * scale;
-        double fine = coded_bits(cells, zeros, total, largest, 12, &fine_table) * scale;
+        double fine_table, coarse = coded_bits(cells, zeros, all, largest, 8, &table) * scale;
+        double fine = coded_bits(cells, zeros, all, largest, 12, &fine_table) * scale;
         if (coarse + table > (fine + fine_table) * (count >= kLarge ? kTolerance : 1.0))
             coarse = fine, table = fine_table;
         m.bits = coarse;
     } else {
-        m.bits = coded_bits(cells, zeros, total, largest, 14, &table) * scale;
+        m.bits = coded_bits(cells, zeros, all, largest, 14, &table) * scale;
     }
     // What a coder on a GPU spends on its lanes: see kBitsPerLane and kMostRows of coding.cu.
     m.table = table + kLanes * (m.bits > count ? m.bits : count);
-    if (outside > 0) {
+    if (beyond) {
         int b = bit_length(u32(excess / outside)) - 1;
         if (b < 0) b = 0;
-        double codes = 0;
+        u32 codes = 0;
         for (int k = largest + lane; k < kCells; k += 32)
-            codes += (double(cells[k]) + double(cells[128 + k])) *
-                     (2 * bit_length((u32(k - largest) >> b) + 1) - 1 + b);
-        codes = warp_sum(codes) + ends * (2 * bit_length((u32(kCells - largest + 32) >> b) + 1) - 1 + b);
-        m.bits += (outside * (double(log2f(float(total / outside))) + 2.5) + codes) * scale;
+            codes += (cells[k] + cells[128 + k]) * u32(2 * bit_length((u32(k - largest) >> b) + 1) - 1 + b);
+        double all_codes = double(warp_total(codes)) +
+                           double(ends) * (2 * bit_length((u32(kCells - largest + 32) >> b) + 1) - 1 + b);
+        m.bits += (outside * (double(log2f(float(total / outside))) + 2.5) + all_codes) * scale;
     }
     m.cost = m.bits + m.table + m.number;
     // There is room for a sixteenth; the sample may have had fewer than there are.

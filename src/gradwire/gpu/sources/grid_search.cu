@@ -1,6 +1,6 @@
 // The search for ECQ's grid: a sample, the step that meets the rate on it for each width of the cell of zero, and the
 // best of these.
-#include "grid_rate.h"
+#include "grid_spread.h"
 
 // ── the sample ────────────────────────────────────────────────────────────────────────────────────
 
@@ -23,21 +23,20 @@ extern "C" __global__ void sample(Job* job, const Where* parts) {
         nonzero += u != 0;
         square += double(u) * double(u);
     }
-    nonzero = block_sum(nonzero);
-    square = block_sum(square);
+    __shared__ double sums[2];
+    double moments[2] = {nonzero, square};
+    block_sums<2>(moments, sums);
     double* mine = job->partial + i64(t.first_part + where.index) * 32;
-    if (!threadIdx.x) mine[0] = nonzero, mine[1] = square;
-    if (!last_block(&fit.parts_done, t.parts) || threadIdx.x) return;
+    if (threadIdx.x < 2) mine[threadIdx.x] = sums[threadIdx.x];
+    if (!last_block(&fit.parts_done, t.parts)) return;
+    for (int j = 0; j < 2; j++)  // a thread for each part, of which there are 64 at most
+        moments[j] = threadIdx.x < t.parts ? job->partial[i64(t.first_part + threadIdx.x) * 32 + j] : 0;
+    block_sums<2>(moments, sums);
+    if (threadIdx.x) return;
     fit.parts_done = 0;
-    nonzero = square = 0;
-    for (int p = 0; p < t.parts; p++) {
-        const double* sums = job->partial + i64(t.first_part + p) * 32;
-        nonzero += sums[0];
-        square += sums[1];
-    }
     fit.sampled = int(t.count < kSample ? t.count : kSample);
-    fit.nonzero = u64(nonzero);
-    fit.mean_abs = sqrt(square / double(fit.sampled));
+    fit.nonzero = u64(sums[0]);
+    fit.mean_abs = sqrt(sums[1] / double(fit.sampled));
     fit.closer = t.count > kSample && stream_of(job, t).tensors == 1 && fit.nonzero * 64 <= u64(fit.sampled);
 }
 
@@ -77,7 +76,13 @@ __device__ void look_at_tile(Job* job, Where where) {
 
 // Some blocks of 256 threads, for all tiles in turn: hardly any tensor needs it.
 extern "C" __global__ void look_closer(Job* job, const Where* tiles, i64 count) {
-    for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
+    __shared__ bool any;
+    if (!threadIdx.x) any = false;
+    __syncthreads();
+    for (i64 i = blockIdx.x + i64(gridDim.x) * threadIdx.x; i < count; i += i64(gridDim.x) * blockDim.x)
+        if (job->fits[tiles[i].item].closer) any = true;
+    __syncthreads();
+    for (i64 i = blockIdx.x; any && i < count; i += gridDim.x) {
         Where where = tiles[i];
         if (job->fits[where.item].closer) look_at_tile(job, where);
     }
@@ -107,217 +112,134 @@ __device__ float sampled_at(const Job* job, const Stream& stream, i64 at) {
     return fit.mean_abs > 0 ? __fdiv_rn(t.sample[at], float(fit.mean_abs)) : 0.0f;
 }
 
-// Exclusive sum over all threads of a block, in fp64.
-__device__ double scan_of_block(double x) {
-    __shared__ double sums[32];
-    double inclusive = warp_scan(x), before = 0;
-    __syncthreads();
-    if ((threadIdx.x & 31) == 31) sums[threadIdx.x >> 5] = inclusive;
-    __syncthreads();
-    for (u32 w = 0; w < threadIdx.x >> 5; w++) before += sums[w];
-    return before + (inclusive - x);
-}
+struct Staged {  // of a tensor, while its sample is read
+    const float* sample;
+    i64 first, count;  // in the frame
+    float scale;       // 0: it is all zero
+    int sampled;
+};
+const int kStaged = 16 * 256 * 4 / sizeof(Staged);
 
-// Sorts entries of the frame's sample by magnitude, kSorted in a block. The first block clears what others add to.
-extern "C" __global__ void sort(Job* job, const Where* parts) {
-    __shared__ u32 keys[kSorted];
-    Where where = parts[blockIdx.x];
-    const Tensor& t = job->tensors[where.item];
-    const Stream& stream = stream_of(job, t);
-    // A frame has at least as many parts as pieces that are sorted.
-    int sort = t.first_part + where.index - first_of(job, t).first_part, tid = threadIdx.x;
-    if (sort >= sorts_of(stream)) return;
-    Scratch& s = scratch_of(job, t);
-    if (!sort) {
-        for (int k = tid; k < kShifts * 256; k += blockDim.x) s.counts[k >> 8][k & 255] = 0;
-        if (tid < 32) s.sizes[tid] = 0;
-        if (!tid) s.parts_done = s.tiles_done = s.measured = s.listed = 0;
-        double total = 0;  // tensors that are all zero do not count
-        for (int k = tid; stream.tensors > 1 && k < stream.tensors; k += blockDim.x)
-            if (job->fits[stream.first_tensor + k].mean_abs > 0)
-                total += double(job->tensors[stream.first_tensor + k].count);
-        total = block_sum(total);
-        if (!tid) s.total = total;
-    }
-    i64 all = stream.tensors == 1 ? job->fits[stream.first_tensor].sampled : stream.count;
-    i64 stride = stride_of(all);
-    int size = 32;  // a power of two that has room for all
-    while (size < kSorted && (i64(sort) * kSorted + size) * stride < all) size *= 2;
-    double sum = 0, square = 0, nonzero = 0;
-    i64 reach = (all + stride - 1) / stride - i64(sort) * kSorted;
-    if (!tid) s.entries[sort] = u32(reach < 0 ? 0 : reach < kSorted ? reach : kSorted);
-    for (int k = tid; k < size; k += blockDim.x) {
-        i64 at = (i64(sort) * kSorted + k) * stride;
-        u32 key = ~0u;
-        if (at < all) {
-            float u = sampled_at(job, stream, at);
-            u32 bits = __float_as_uint(u);
-            key = bits << 1 | bits >> 31;
-            sum += fabs(double(u));
-            square += double(u) * double(u);
-            nonzero += u != 0;
+// A thread's entries of the frame's sample, in units of their tensors' scales. By a block; `room` is for kStaged tensors.
+__device__ void load_sample(const Job* job, const Stream& stream, i64 all, i64 stride, Staged* room,
+                            float (&mine)[kMine]) {
+    const Tensor* tensors = job->tensors + stream.first_tensor;
+    const Fit* fits = job->fits + stream.first_tensor;
+    int tid = threadIdx.x, many = stream.tensors;
+    if (many == 1) {
+#pragma unroll
+        for (int k = 0; k < kMine; k++) {
+            i64 at = (i64(k) * kSearchers + tid) * stride;
+            mine[k] = at < all ? tensors->sample[at] : 0.0f;
         }
-        keys[k] = key;
+        return;
     }
-    sum = block_sum(sum);
-    square = block_sum(square);
-    nonzero = block_sum(nonzero);
-    if (!tid) s.sums[sort] = sum, s.squares[sort] = square, s.nonzero[sort] = u32(nonzero);
-    for (int span = 2; span <= size; span *= 2) {
-        for (int by = span / 2; by; by /= 2) {
-            __syncthreads();
-            for (int k = tid; k < size / 2; k += blockDim.x) {
-                int i = 2 * k - (k & (by - 1)), j = i + by;
-                u32 x = keys[i], y = keys[j];
-                if ((x > y) != ((i & span) != 0)) keys[i] = y, keys[j] = x;
-            }
+    bool staged = many <= kStaged;
+    for (int k = tid; staged && k < many; k += kSearchers)
+        room[k] = {tensors[k].sample, tensors[k].first - tensors->first, tensors[k].count, float(fits[k].mean_abs),
+                   fits[k].sampled};
+    __syncthreads();
+    int now = 0;
+#pragma unroll
+    for (int k = 0; k < kMine; k++) {
+        i64 at = (i64(k) * kSearchers + tid) * stride;
+        mine[k] = 0;
+        if (at >= all) continue;
+        if (!staged) {
+            mine[k] = sampled_at(job, stream, at);
+            continue;
         }
+        while (at >= room[now].first + room[now].count) now++;
+        const Staged& t = room[now];
+        at -= t.first;
+        if (t.count > t.sampled) at = at * t.sampled / t.count;
+        if (t.scale > 0) mine[k] = __fdiv_rn(t.sample[at], t.scale);
     }
     __syncthreads();
-    u32* out = keys_of(s) + sort * kSorted;
-    u16* negatives = negatives_of(s, stream) + sort * (kSorted + 8);
-    int each = kSorted / int(blockDim.x);
-    u64 mine = 0, of_all;
-    for (int k = tid * each; k < (tid + 1) * each; k++) mine += k < size && keys[k] != ~0u && (keys[k] & 1);
-    u64 before = block_scan(mine, &of_all);
-    for (int k = tid * each; k < (tid + 1) * each; k++) {
-        negatives[k] = u16(before);
-        before += k < size && keys[k] != ~0u && (keys[k] & 1);
-    }
-    if (!tid) negatives[kSorted] = u16(of_all);
-    for (int k = tid; k < kSorted; k += blockDim.x) out[k] = k < size ? keys[k] : ~0u;
-    if (static_cast<const Format*>(t.format)->nmse == 0) return;
-    double *first = sums_of(s, stream) + sort * 2 * (kSorted + 8), *second = first + kSorted + 8, all1 = 0, all2 = 0;
-    auto value = [&](int k) { return k < size && keys[k] != ~0u ? double(__uint_as_float(keys[k] >> 1)) : 0.0; };
-    for (int k = tid * each; k < (tid + 1) * each; k++) all1 += value(k), all2 += value(k) * value(k);
-    all1 = scan_of_block(all1), all2 = scan_of_block(all2);
-    for (int k = tid * each; k < (tid + 1) * each; k++) {
-        first[k] = all1, second[k] = all2;
-        all1 += value(k), all2 += value(k) * value(k);
-    }
-    if (tid == int(blockDim.x) - 1) first[kSorted] = all1, second[kSorted] = all2;
 }
 
 // ── the search ────────────────────────────────────────────────────────────────────────────────────
 
-struct Above {               // of a warp's grid: what lies at or above the edges of the cells 1 … 128
-    u32 all[130], negative[130];
-    double first[130], second[130];  // sums of magnitudes and squares, if the target is an error
-};
-
-// Counts the cells of a grid in the sorted sample, by a warp. No entry is above `top`.
-__device__ void count_cells(Scratch& s, const Stream& stream, float step, float shift, float top, bool with_sums,
-                            Cells* cells, Above& above) {
-    int lane = threadIdx.x & 31, sorts = sorts_of(stream);
-    const u32* keys = keys_of(s);
-    const u16* negatives = negatives_of(s, stream);
-    for (int j = 1 + lane; j <= kCells + 1; j += 32) {
-        float edge = __fmul_rn(__fsub_rn(float(j), shift), step);
-        u32 key = __float_as_uint(edge) << 1, negative = 0, all = 0;
-        double first = 0, second = 0;
-        if (edge <= top) {
-            int at[kSorts] = {0, 0, 0, 0};
-            for (int by = kSorted; by; by /= 2)
-#pragma unroll
-                for (int r = 0; r < kSorts; r++)
-                    if (r < sorts && at[r] + by <= kSorted && keys[r * kSorted + at[r] + by - 1] < key) at[r] += by;
-            for (int r = 0; r < sorts; r++) {
-                all += s.entries[r] > u32(at[r]) ? s.entries[r] - u32(at[r]) : 0;
-                negative += u32(negatives[r * (kSorted + 8) + kSorted]) - negatives[r * (kSorted + 8) + at[r]];
-                if (with_sums) {
-                    const double *sums = sums_of(s, stream) + r * 2 * (kSorted + 8), *squares = sums + kSorted + 8;
-                    first += sums[kSorted] - sums[at[r]];
-                    second += squares[kSorted] - squares[at[r]];
-                }
-            }
-        }
-        above.all[j] = all, above.negative[j] = negative;
-        if (with_sums) above.first[j] = first, above.second[j] = second;
-    }
-    __syncwarp();
-    for (int j = 1 + lane; j <= kCells; j += 32) {
-        u32 all = above.all[j] - above.all[j + 1], negative = above.negative[j] - above.negative[j + 1];
-        cells[j - 1] = all - negative;
-        cells[127 + j] = negative;
-    }
-    if (!lane) cells[127] = above.all[kCells + 1];
-    __syncwarp();
+// Clears what the kernels behind add to, and finds how many entries are in tensors that are not all zero. By a block.
+__device__ void begin_frame(const Job* job, const Stream& stream, Scratch& s) {
+    int tid = threadIdx.x;
+    for (int k = tid; k < kShifts * 256; k += blockDim.x) s.counts[k >> 8][k & 255] = 0;
+    if (tid < 32) s.sizes[tid] = 0;
+    if (!tid) s.parts_done = s.tiles_done = s.measured = s.listed = 0;
 }
 
-// The squared error of a grid whose cells were counted with sums; `square` is that of sending nothing. By a warp.
-__device__ double error_of(const Above& above, double step, double square) {
-    int lane = threadIdx.x & 31;
-    double error = 0, excess[2] = {0, 0}, number[2] = {0, 0};
-    for (int j = 1 + lane; j <= kCells; j += 32) {
-        double n = double(above.all[j] - above.all[j + 1]), first = (above.first[j] - above.first[j + 1]) / step;
-        error += (above.second[j] - above.second[j + 1]) / step / step - 2 * j * first + double(j) * j * n;
-        excess[j > 1] += first - j * n;
-        number[j > 1] += n;
-    }
-    error = warp_sum(error) + above.all[kCells + 1] / 12.0;
-    for (int k = 0; k < 2; k++) {  // every magnitude is where its entries are in the mean
-        excess[k] = warp_sum(excess[k]);
-        number[k] = warp_sum(number[k]);
-        if (number[k] > 0) error -= excess[k] * excess[k] / number[k];
-    }
-    error = (error < 0 ? 0 : error) * step * step + (square - above.second[1]);
-    return error > 1e-300 ? error : 1e-300;
-}
-
-// The step at the wanted rate or error, for one width of the cell of zero: 8 warps try a step each, and again between those of
-// which one is too small and the next is not.
-extern "C" __global__ void __launch_bounds__(256) search(Job* job, const Where* parts) {
-    __shared__ Cells cells[8][256];
-    __shared__ Above above[8];
-    __shared__ double logs[8], excesses[8];
+// The step at the wanted rate or error, for one width of the cell of zero: 16 warps try a step each, and again between
+// those of which one is too small and the next is not.
+extern "C" __global__ void __launch_bounds__(kSearchers) search(Job* job, const Where* parts) {
+    const int warps = kSearchers / 32;
+    __shared__ Spread spread;
+    __shared__ __attribute__((aligned(16))) Cells cells[warps][256];
+    __shared__ double logs[warps], excesses[warps], sums[4];
+    __shared__ u32 tops[warps];
     Where where = parts[blockIdx.x / kShifts];
     const Tensor& t = job->tensors[where.item];
     const Stream& stream = stream_of(job, t);
     if (where.index || where.item != stream.first_tensor) return;
-    int index = blockIdx.x % kShifts, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, sorts = sorts_of(stream);
+    int index = blockIdx.x % kShifts, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const Fit& fit = job->fits[where.item];
     const Format& f = *static_cast<const Format*>(t.format);
     Scratch& s = scratch_of(job, t);
-    double sum = 0, square = 0, nonzero = 0, total = 0;
-    float top = 0;
+    if (!index) begin_frame(job, stream, s);
     i64 all = stream.tensors == 1 ? fit.sampled : stream.count, stride = stride_of(all);
-    for (int r = 0; r < sorts; r++) { sum += s.sums[r], square += s.squares[r], nonzero += s.nonzero[r]; }
-    total = double((all + stride - 1) / stride);
-    if (stream.tensors > 1) total *= s.total / double(stream.count);
+    float mine[kMine];
+    load_sample(job, stream, all, stride, reinterpret_cast<Staged*>(cells), mine);
+    double moments[4] = {0, 0, 0, 0};  // magnitudes, squares, those that are not zero, entries of tensors that are not
+    u32 top = 0;
+#pragma unroll
+    for (int k = 0; k < kMine; k++) {
+        moments[0] += fabs(double(mine[k]));
+        moments[1] += double(mine[k]) * double(mine[k]);
+        moments[2] += mine[k] != 0;
+        top = max(top, __float_as_uint(mine[k]) & 0x7fffffffu);
+    }
+    for (int k = tid; stream.tensors > 1 && k < stream.tensors; k += kSearchers)
+        if (job->fits[stream.first_tensor + k].mean_abs > 0)
+            moments[3] += double(job->tensors[stream.first_tensor + k].count);
+    block_sums<4>(moments, sums);
+    top = warp_most(top);
+    if (!lane) tops[warp] = top;
+    __syncthreads();
+    for (int k = 0; k < warps; k++) top = max(top, tops[k]);
+    double sum = sums[0], square = sums[1], nonzero = sums[2], total = double((all + stride - 1) / stride);
+    if (!index && !tid) s.total = sums[3];
+    if (stream.tensors > 1) total *= sums[3] / double(stream.count);
     if (fit.closer) total = nonzero * double(t.count) / double(fit.nonzero);
-    if (!(sum > 0)) {  // all entries are zero
-        if (!threadIdx.x) s.steps[index] = 1.0f, s.slopes[index] = 0.0f;
+    if (!(sum > 0) || top >= 0x7f800000u) {  // all entries are zero, or one is not finite
+        if (!tid) s.steps[index] = 1.0f, s.slopes[index] = 0.0f;
         return;
     }
     if (total < nonzero) total = nonzero;
-    for (int r = 0; r < sorts; r++) {
-        float last = s.entries[r] ? __uint_as_float(keys_of(s)[r * kSorted + s.entries[r] - 1] >> 1) : 0.0f;
-        top = last > top ? last : top;
-    }
-    double mean = sum / total, count = double(stream.count), shift = shift_of(index);
+    spread_out(spread, mine, top);
+    double mean = sum / total, count = double(stream.count);
+    float shift = shift_of(index);
     // From a step that leaves next to no error (an outlier has 24 bits) to one that leaves only zeros. Between them, for
     // GenNorm entries the step at a rate R is about E|x|·2^(2−R).
-    double finest = log2(sqrt(square / nonzero)) - 18.5, coarsest = log2(double(top)) + 1.5;
+    double finest = log2(sqrt(square / nonzero)) - 18.5, coarsest = log2(double(__uint_as_float(top))) + 1.5;
     double guess = log2(mean) + 2 - (f.nmse > 0 ? 1 : f.rate), low = finest, high = coarsest, slope = 0.8;
-    const double around[8] = {0, -5, -2.5, -1, -0.25, 0.5, 2, 0};
+    const float around[warps] = {0, -5, -3, -2, -1.25f, -0.75f, -0.4f, -0.15f, 0.1f, 0.35f, 0.65f, 1, 1.5f, 2.5f, 4, 0};
     double excess_low = 1e300, excess_high = -1e300;
     bool reached = true;
-    for (int round = 0; round < 7; round++) {
-        double log = low + (high - low) * (warp + 1) / 9;
+    for (int round = 0; round < 6; round++) {
+        double log = low + (high - low) * (warp + 1) / (warps + 1);
         if (!round) {
-            log = warp == 0 ? finest : warp == 7 ? coarsest : guess + around[warp];
+            log = warp == 0 ? finest : warp == warps - 1 ? coarsest : guess + double(around[warp]);
             log = log < finest ? finest : log > coarsest ? coarsest : log;
         }
         float step = round_step(exp2(log < -126 ? -126 : log > 126 ? 126 : log));
-        count_cells(s, stream, step, float(shift), top, f.nmse > 0, cells[warp], above[warp]);
+        count_cells(spread, step, shift, cells[warp]);
         int largest;
         Measured measured = measure(cells[warp], total, count, &largest);
         double excess = excess_of(measured, f.rate, count);
-        if (f.nmse > 0 && excess < 1e299) excess = log2(f.nmse * square / error_of(above[warp], step, square)) / 2;
+        if (f.nmse > 0 && excess < 1e299) excess = log2(f.nmse * square / error_of(spread, step, shift)) / 2;
         __syncthreads();
         if (!lane) logs[warp] = log, excesses[warp] = excess;
         __syncthreads();
-        for (int k = 7; k >= 0; k--) {  // from the largest step down to the first that is too small
+        for (int k = warps - 1; k >= 0; k--) {  // from the largest step down to the first that is too small
             if (excesses[k] > 0 && logs[k] < high) {
                 low = logs[k], excess_low = excesses[k];
                 break;
@@ -325,11 +247,11 @@ extern "C" __global__ void __launch_bounds__(256) search(Job* job, const Where* 
             if (excesses[k] <= 0) high = logs[k], excess_high = excesses[k];
             if (!k && !round) reached = false;
         }
-        if (!reached || high - low < 0.003) break;
+        if (!reached || high - low < 0.012) break;
         if (excess_low < 1e299 && excess_high > -1e299 && high - low > 0.02)
             slope = (excess_low - excess_high) / (high - low);
     }
-    if (threadIdx.x) return;
+    if (tid) return;
     double log = high;
     if (reached && excess_low < 1e299 && excess_high > -1e299)  // between the two, where it is about 0
         log = high - (high - low) * (-excess_high / (excess_low - excess_high));
@@ -340,14 +262,12 @@ extern "C" __global__ void __launch_bounds__(256) search(Job* job, const Where* 
 
 // ── the choice, by the whole sample ───────────────────────────────────────────────────────────────
 
-__device__ void state_grid(Job* job, const Stream& stream, Scratch& s, const double* sums, const Cells* cells) {
-    double numbers[2] = {double(cells[0]) + double(cells[128]), 0};
-    for (int k = 1; k < kCells; k++) numbers[1] += double(cells[k]) + double(cells[128 + k]);
+__device__ void state_grid(Job* job, const Stream& stream, Scratch& s, const double* sums, const u32* numbers) {
     Frame& frame = job->frames[job->tensors[stream.first_tensor].frame];
     u8* side = const_cast<u8*>(frame.piece[0].bytes);
     side[0] = u8(s.largest);
     for (int k = 0; k < 2; k++) {
-        double d = numbers[k] > 0 ? rint(256 * sums[1 + k] / numbers[k]) : 0.0;
+        double d = numbers[k] ? rint(256 * sums[1 + k] / numbers[k]) : 0.0;
         int offset = d > 127 ? 127 : d > -128 ? int(d) : -128;
         s.offset[k] = float(offset) / 256.0f;
         side[2 + k] = u8(offset);
@@ -362,6 +282,8 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
     __shared__ Cells counts[kShifts][256];
     __shared__ double totals[kShifts][3], scores[kShifts], excesses[kShifts];
     __shared__ int sizes[kShifts];
+    __shared__ u32 numbers[kShifts][2];  // entries at 1 and at larger magnitudes
+    __shared__ float of_warps[8][3 * kShifts + 1];
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     const Stream& stream = stream_of(job, t);
@@ -371,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
     int tid = threadIdx.x;
     for (int k = tid; k < kShifts * 256; k += blockDim.x) counts[k >> 8][k & 255] = 0;
     float inverses[kShifts];
-    double left_over[3 * kShifts + 1];  // squared errors, how far above 1 and above all others, and entries
+    float left_over[3 * kShifts + 1];  // squared errors, how far above 1 and above all others, and entries
 #pragma unroll
     for (int k = 0; k < kShifts; k++) inverses[k] = __fdiv_rn(1.0f, step_of(s.steps[k], stream, fit));
 #pragma unroll
@@ -391,10 +313,18 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
             if (j) atomicAdd(&counts[k][j > kCells ? 127 : y < 0 ? 127 + j : j - 1], 1u);
         }
     }
-    __shared__ double sums_of_block[3 * kShifts + 1];
-    block_sums<3 * kShifts + 1>(left_over, sums_of_block);
+#pragma unroll
+    for (int k = 0; k <= 3 * kShifts; k++) {  // of four entries each, so that fp32 will do
+        float sum = warp_sum_float(left_over[k]);
+        if (!(tid & 31)) of_warps[tid >> 5][k] = sum;
+    }
+    __syncthreads();
     double* mine = job->partial + i64(t.first_part + where.index) * 32;
-    if (tid <= 3 * kShifts) mine[tid] = sums_of_block[tid];
+    if (tid <= 3 * kShifts) {
+        double sum = 0;
+        for (int w = 0; w < 8; w++) sum += double(of_warps[w][tid]);
+        mine[tid] = sum;
+    }
     for (int k = tid; k < kShifts * 256; k += blockDim.x)
         if (counts[k >> 8][k & 255]) atomicAdd(&s.counts[k >> 8][k & 255], counts[k >> 8][k & 255]);
     const Tensor& last = job->tensors[stream.first_tensor + stream.tensors - 1];
@@ -411,24 +341,24 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
     __syncthreads();
     double count = double(stream.count);
     if (warp < kShifts) {
-        double sums[3] = {0, 0, 0}, numbers[2] = {0, 0};
+        double sums[3] = {0, 0, 0};
+        u32 first = 0, others = 0;
         for (int p = lane; p < part_count; p += 32)
             for (int k = 0; k < 3; k++) sums[k] += job->partial[i64(first_part + p) * 32 + 3 * warp + k];
-        for (int k = lane; k < kCells; k += 32)
-            numbers[k > 0] += double(counts[warp][k]) + double(counts[warp][128 + k]);
+        for (int k = lane; k < kCells; k += 32) (k ? others : first) += counts[warp][k] + counts[warp][128 + k];
         double error = 0;
         for (int k = 0; k < 3; k++) sums[k] = warp_sum(sums[k]);
         error = sums[0];
-        for (int k = 0; k < 2; k++) {  // every magnitude is where its entries are in the mean
-            numbers[k] = warp_sum(numbers[k]);
-            if (numbers[k] > 0) error -= sums[1 + k] * sums[1 + k] / numbers[k];
-        }
+        first = warp_total(first), others = warp_total(others);
+        if (first) error -= sums[1] * sums[1] / first;  // every magnitude is where its entries are in the mean
+        if (others) error -= sums[2] * sums[2] / others;
         if (error < 0) error = 0;
         error *= double(s.steps[warp]) * double(s.steps[warp]);
         int largest;
         Measured m = measure(counts[warp], total > 1 ? total : 1, count, &largest);
         if (!lane) {
             for (int k = 0; k < 3; k++) totals[warp][k] = sums[k];
+            numbers[warp][0] = first, numbers[warp][1] = others;
             sizes[warp] = largest ? largest : kCells;
             excesses[warp] = excess_of(m, f.rate, count);
             double energy = stream.tensors == 1 ? total * fit.mean_abs * fit.mean_abs : total;
@@ -454,11 +384,9 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
         s.largest = sizes[best];
         s.shift = shift_of(best);
         s.step = change != 0 ? round_step(double(s.steps[best]) * exp2(change)) : s.steps[best];
-        u32 beyond = counts[best][127];
-        bool none = !any && !totals[best][0] && !beyond;  // only zeros
-        for (int k = 0; k < kCells && none; k++) none = !counts[best][k] && !counts[best][128 + k];
-        if (none) s.largest = 1;
-        state_grid(job, stream, s, totals[best], counts[best]);
+        if (!any && !totals[best][0] && !(counts[best][127] + numbers[best][0] + numbers[best][1]))
+            s.largest = 1;  // only zeros
+        state_grid(job, stream, s, totals[best], numbers[best]);
     }
     __syncthreads();
     for (int k = tid; k < stream.tensors; k += blockDim.x) {

@@ -1,19 +1,7 @@
 // How the entries of a bucket are spread over its range: where a search for levels begins.
 #pragma once
 #include "levels_load.h"
-
-__device__ __forceinline__ u32 warp_total(u32 x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    return __reduce_add_sync(~0u, x);
-#else
-    return warp_sum_u32(x);
-#endif
-}
-
-__device__ __forceinline__ float warp_sum_float(float x) {
-    for (int by = 16; by; by >>= 1) x += __shfl_xor_sync(~0u, x, by);
-    return x;
-}
+#include "warp_sums.h"
 
 // Counts of a warp's entries in equal parts of their range. Every lane has a byte for each part, four of them in a word,
 // so that no two lanes ever add to the same word, or to words of the same bank.
