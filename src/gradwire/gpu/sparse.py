@@ -24,7 +24,7 @@ ARRAYS = (
     "parts", "tiles", "counts", "group_counts", "sums", "doubts", "chunks", "values", "positions", "sent",
 )  # fmt: skip
 PLAN = np.dtype([("k", "i8"), ("room", "i8"), ("doubtful", "i8"), *((name, "u8") for name in ARRAYS)])
-SELECTION = 4 * (26 + 2 + 128 + 2 * 2048)  # bytes of the structure of that name in sources/sparse.h
+SELECTION = 4 * (26 + 2 + 128 + 2 * 512)  # bytes of the structure of that name in sources/sparse.h
 TILE_RECORD, COUNT, DOUBT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 8, 24, 2048, 4096
 HEAD = 16  # room for the number of entries, how they travel, and how many classes an octave has
 MOST = 2**31 - 1  # entries of a tensor; larger ones are left to the host
@@ -76,8 +76,7 @@ class SparseFamily(Family):
         """Sample, pick out candidates, find the k-th, and write what is sent."""
         batch.launch_parts("sparse", "sample", 1024)
         batch.launch_tiles("sparse", "gather", 512)
-        if batch.most > SAMPLE:  # else the sample was all there is, and cannot mislead
-            batch.launch_parts("sparse", "start_over", 1024)
+        batch.launch_parts("sparse", "count_candidates", 1024)
         for program, kernel in (
             ("sparse", "tally"), ("sparse", "send_chosen"), ("sparse_gaps", "count_gaps"), ("sparse_gaps", "write_gaps"),
         ):  # fmt: skip

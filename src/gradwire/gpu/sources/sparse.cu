@@ -203,26 +203,6 @@ const int kWarps = 16;  // of a block of `gather`
 const int kStaged =
     2560;  // candidates of a tile that are put in order in shared memory; if there are more, they are not
 
-// Where a candidate is counted; none above a bound is.
-struct Buckets {
-    u32 base[2], upto[2], shift[2];
-    u32* histogram;
-    int sides;
-    __device__ __forceinline__ Buckets(Selection& s, int of_sides) : histogram(s.histogram), sides(of_sides) {
-        for (int side = 0; side < 2; side++) {
-            base[side] = s.least[side] & ~((1u << kShift[0]) - 1);
-            upto[side] = s.upto[side], shift[side] = s.shift[side];
-        }
-    }
-    __device__ __forceinline__ void count(u32 bits) const {
-        bool other = sides == 2 && bits >> 31;
-        u32 magnitude = bits & kMagnitude;
-        if (magnitude >= (other ? upto[1] : upto[0])) return;
-        u32 bucket = (magnitude - (other ? base[1] : base[0])) >> (other ? shift[1] : shift[0]);
-        atomicAdd(histogram + (other ? kFine : 0) + bucket, 1u);
-    }
-};
-
 // The one pass over all entries: u, and the candidates of each tile, in order of position. Tiles get their room in the
 // order in which they come to it; what follows goes through the tiles in their own order, so that no result depends on it.
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, const Where* tiles) {
@@ -286,7 +266,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, co
     bool few = total <= u32(kStaged);
     if (!few) __syncthreads();
     u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
-    Buckets buckets(s, format_of(t).sides);
     if (!few && start_of_tile == ~0u) return;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -301,7 +280,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, co
             } else {
                 values[start_of_tile + here] = bits;
                 positions[start_of_tile + here] = u32(begin) + place;
-                buckets.count(bits);
             }
             here++;
         }
@@ -312,10 +290,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, co
     u32 start = start_of_tile;
     if (start == ~0u) return;
     for (u32 c = threadIdx.x; c < total; c += blockDim.x) {
-        u32 bits = staged[c];
-        values[start + c] = bits;
+        values[start + c] = staged[c];
         positions[start + c] = u32(begin) + places[c];
-        buckets.count(bits);
     }
 }
 
@@ -327,19 +303,8 @@ __device__ __forceinline__ u32 compensated_bits(const Tensor& t, i64 i) {
 
 // Where the sample misled (too few candidates, or more than there is room for), one block looks at all entries of the
 // tensor again, and the entries that are to be sent become the candidates. That takes long, and happens rarely.
-extern "C" __global__ void __launch_bounds__(1024) start_over(Job* job, const Where* parts) {
-    __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFirst];
-    Where where = parts[blockIdx.x];
-    if (where.index) return;
-    const Tensor& t = job->tensors[where.item];
-    Selection& s = selection_of(t);
-    const Plan& plan = plan_of(t);
-    int sides = format_of(t).sides, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    i64 negative = s.negative, positive = i64(s.found) - negative;
-    bool again = i64(s.found) > plan.room;
-    if (sides == 1) again |= s.least[0] > 1 && i64(s.found) < plan.k;
-    if (sides == 2) again |= (s.least[0] > 1 && positive < plan.k) || (s.least[1] > 1 && negative < plan.k);
-    if (!again) return;
+__device__ __noinline__ void start_over(const Tensor& t, Selection& s, const Plan& plan, int sides, u32* histogram) {
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     for (int level = 0; level < kLevels; level++) {
         int width = kWidth[level];
         for (int b = threadIdx.x; b < sides * width; b += blockDim.x) histogram[b] = 0;
@@ -420,6 +385,62 @@ extern "C" __global__ void __launch_bounds__(1024) start_over(Job* job, const Wh
         below_zero = warp_sum_u32(below_zero);
         if (!lane && below_zero) atomicAdd(&s.negative, below_zero);
     }
+}
+
+__device__ __forceinline__ bool is_misled(const Selection& s, const Plan& plan, int sides) {
+    i64 negative = s.negative, positive = i64(s.found) - negative;
+    if (i64(s.found) > plan.room) return true;
+    if (sides == 1) return s.least[0] > 1 && i64(s.found) < plan.k;
+    return (s.least[0] > 1 && positive < plan.k) || (s.least[1] > 1 && negative < plan.k);
+}
+
+const int kCounted = 4096;  // candidates that a block counts at a time
+
+// Counts candidates between the two magnitudes that the k-th is expected between. Other blocks of a tensor whose sample
+// misled may count what is not used.
+extern "C" __global__ void __launch_bounds__(1024) count_candidates(Job* job, const Where* parts) {
+    __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFirst];
+    Where where = parts[blockIdx.x];
+    const Tensor& t = job->tensors[where.item];
+    Selection& s = selection_of(t);
+    const Plan& plan = plan_of(t);
+    int sides = format_of(t).sides;
+    i64 found = s.found, first = i64(where.index) * kCounted;
+    if (where.index && first >= found) return;
+    bool misled = is_misled(s, plan, sides);
+    __syncthreads();  // so that all threads have seen the same
+    if (misled) {
+        if (!where.index) start_over(t, s, plan, sides, histogram);
+        return;
+    }
+    const u32* values = array_at<u32>(t, plan.values);
+    u32 base[2], upto[2], shift[2];
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        base[side] = s.least[side] & ~((1u << kShift[0]) - 1);
+        upto[side] = s.upto[side], shift[side] = s.shift[side];
+    }
+    for (int b = threadIdx.x; b < 2 * kFine; b += blockDim.x) histogram[b] = 0;
+    __syncthreads();
+    for (; first < found; first += i64(t.parts) * kCounted) {
+        u32 bits[kCounted / 1024];
+#pragma unroll
+        for (int j = 0; j < kCounted / 1024; j++) {
+            i64 i = first + j * 1024 + threadIdx.x;
+            bits[j] = i < found ? values[i] : kMagnitude;
+        }
+#pragma unroll
+        for (int j = 0; j < kCounted / 1024; j++) {
+            bool other = sides == 2 && bits[j] >> 31;
+            u32 magnitude = bits[j] & kMagnitude;
+            u32 bucket = (magnitude - (other ? base[1] : base[0])) >> (other ? shift[1] : shift[0]);
+            if (magnitude < (other ? upto[1] : upto[0]) && bucket < u32(kFine))
+                atomicAdd(&histogram[(other ? kFine : 0) + bucket], 1u);
+        }
+    }
+    __syncthreads();
+    for (int b = threadIdx.x; b < 2 * kFine; b += blockDim.x)
+        if (histogram[b]) atomicAdd(s.histogram + b, histogram[b]);
 }
 
 // ── the k-th magnitude ────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ const int kRun = 4, kRuns = 4096, kSampled = kRun * kRuns;  // it consists of sh
 const int kLevels = 3;  // the 31 bits of a magnitude, where all entries are looked at in three steps
 __constant__ int kShift[kLevels] = {19, 9, 0}, kWidth[kLevels] = {4096, 1024, 512};
 const int kFirst = 4096;  // buckets of the first step, for each side
-const int kFine = 2048;  // buckets between the magnitudes that the k-th is expected between, for each side
+const int kFine = 512;  // buckets between the magnitudes that the k-th is expected between, for each side
 const int kChunk = 2048;  // positions that a block codes at a time
 const int kClasses = 128;  // more than there are for gaps below 2^31
 const u32 kMagnitude = 0x7fffffffu;

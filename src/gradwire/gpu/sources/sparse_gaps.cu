@@ -11,38 +11,48 @@ __device__ __forceinline__ u32 smallest_of(int finest) {
     return finest < 4 ? u32(finest) : u32(4 + (finest & 3)) << ((finest >> 2) - 1);
 }
 
-// What is counted of one m: how many gaps each class has, for the block to see.
-__device__ void merge(const u32* finest, int m, u32* merged) {
-    int low;
+const int kFinenesses = 3;  // m may be 0, 1 or 2: an octave has 2^m classes
+
+// How many gaps each class has at each m, of those at the finest; by all threads of a block.
+__device__ void merge(const u32* finest, u32 (*merged)[kClasses]) {
+    int low, tid = threadIdx.x;
     __syncthreads();
-    if (threadIdx.x < kClasses) merged[threadIdx.x] = 0;
+    for (int i = tid; i < kFinenesses * kClasses; i += blockDim.x) merged[i / kClasses][i % kClasses] = 0;
     __syncthreads();
-    if (threadIdx.x < 120 && finest[threadIdx.x])
-        atomicAdd(&merged[class_of(smallest_of(threadIdx.x), m, &low)], finest[threadIdx.x]);
+    if (tid < 120 && finest[tid])
+        for (int m = 0; m < kFinenesses; m++) atomicAdd(&merged[m][class_of(smallest_of(tid), m, &low)], finest[tid]);
     __syncthreads();
 }
 
-// About how many bits classes and low bits take; by all threads of a block, for thread 0.
-__device__ double cost_of(const u32* merged, int m, u32 count, int alphabet, int zero) {
-    int c = threadIdx.x, width = 1;
-    while (1 << width < alphabet) width++;
-    u32 n = c < alphabet ? merged[c] : 0;
-    double precision = count < 1024 ? 256 : count < 65536 ? 2048 : 16384, entropy = 0, low = 0, table = 0;
-    if (n) entropy = double(n) * log2(double(count) / double(n)), low = c >> m ? double(n) * ((c >> m) - 1) : 0.0;
-    if (c < alphabet && c != zero) table = n ? 2 * floor(log2(1 + precision * n / count)) + 1 : 1.0;
-    __shared__ double sums[4];
-    double all[4] = {entropy, table, low, n ? 1.0 : 0.0};
-    block_sums<4>(all, sums);
-    double raw = double(count) * width, coded = sums[0] + sums[1] + 40;
-    return sums[2] + (sums[3] == 1 ? 8.0 : coded < raw ? coded : raw);
+// About how many bits classes and low bits take at each m; by all threads of a block, for all of them.
+__device__ void find_costs(const u32 (*merged)[kClasses], u32 count, u32 spare, u32 mean, double* costs) {
+    __shared__ double sums[4 * kFinenesses];
+    int c = threadIdx.x, low;
+    double precision = count < 1024 ? 256 : count < 65536 ? 2048 : 16384, all[4 * kFinenesses];
+#pragma unroll
+    for (int m = 0; m < kFinenesses; m++) {
+        int alphabet = int(class_of(spare, m, &low)) + 1, zero = int(class_of(mean, m, &low));
+        u32 n = c < alphabet ? merged[m][c] : 0;
+        double share = n ? double(n) / double(count) : 1.0;
+        all[4 * m] = n ? -double(n) * log2(share) : 0.0;
+        all[4 * m + 1] = c >= alphabet || c == zero ? 0.0 : n ? 2 * floor(log2(1 + precision * share)) + 1 : 1.0;
+        all[4 * m + 2] = n && c >> m ? double(n) * ((c >> m) - 1) : 0.0;
+        all[4 * m + 3] = n ? 1.0 : 0.0;
+    }
+    block_sums<4 * kFinenesses>(all, sums);
+    for (int m = 0; m < kFinenesses; m++) {
+        int width = 1;
+        while (1 << width < int(class_of(spare, m, &low)) + 1) width++;
+        double raw = double(count) * width, coded = sums[4 * m] + sums[4 * m + 1] + 40;
+        costs[m] = sums[4 * m + 2] + (sums[4 * m + 3] == 1 ? 8.0 : coded < raw ? coded : raw);
+    }
 }
 
 // Classes of the gaps and lengths of their low bits. The last group chooses how many classes an octave has, and tells the
 // coder of the symbols, and writes the head of the frame.
 extern "C" __global__ void count_gaps(Job* job, const Where* groups) {
-    __shared__ u32 classes[kClasses], merged[kClasses];
-    __shared__ double sums[3];
-    __shared__ int chosen;
+    __shared__ u32 classes[kClasses], merged[kFinenesses][kClasses];
+    __shared__ u64 of_warps[8];
     Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Selection& s = selection_of(t);
@@ -56,18 +66,25 @@ extern "C" __global__ void count_gaps(Job* job, const Where* groups) {
         __syncthreads();
         for (i64 chunk = where.index; chunk < chunk_count; chunk += groups_of(t)) {
             i64 end = (chunk + 1) * kChunk < count ? (chunk + 1) * kChunk : count;
-            double bits[3] = {0, 0, 0};
+            u64 bits = 0;  // 21 of them for each m: a chunk has 2048 gaps, with up to 31 low bits each
             for (i64 i = chunk * kChunk + tid; i < end; i += blockDim.x) {
                 u32 gap = gap_at(sent, i), c = 0;
-                for (int m = 0; m < 3; m++) {
+                for (int m = 0; m < kFinenesses; m++) {
                     int low;
                     c = class_of(gap, m, &low);
-                    bits[m] += low;
+                    bits += u64(low) << 21 * m;
                 }
                 atomicAdd(&classes[c], 1u);
             }
-            block_sums<3>(bits, sums);
-            if (tid < 3) chunks[chunk].bits[tid] = u32(sums[tid]);
+            for (int by = 16; by; by >>= 1) bits += __shfl_xor_sync(~0u, bits, by);
+            __syncthreads();
+            if (!(tid & 31)) of_warps[tid >> 5] = bits;
+            __syncthreads();
+            if (tid < kFinenesses) {
+                u64 sum = 0;
+                for (int w = 0; w < 8; w++) sum += of_warps[w];
+                chunks[chunk].bits[tid] = u32(sum >> 21 * tid) & 0x1fffff;
+            }
         }
         __syncthreads();
         if (tid < kClasses && classes[tid]) atomicAdd(&s.classes[tid], classes[tid]);
@@ -75,19 +92,17 @@ extern "C" __global__ void count_gaps(Job* job, const Where* groups) {
     if (!last_block(&job->fits[where.item].tiles_done, groups_of(t))) return;
     if (tid < kClasses) classes[tid] = s.classes[tid];
     u32 spare = u32(t.count - count), mean = count ? spare / u32(count) : 0;
-    double least = 0;
-    int low;
-    for (int m = 2; m >= 0 && count; m--) {
-        merge(classes, m, merged);
-        double cost = cost_of(merged, m, u32(count), int(class_of(spare, m, &low)) + 1, int(class_of(mean, m, &low)));
-        if (!tid && (m == 2 || cost < least)) least = cost, chosen = m;
+    int low, m = 0;
+    merge(classes, merged);
+    if (count) {
+        double costs[kFinenesses];
+        find_costs(merged, u32(count), spare, mean, costs);
+        m = 2;
+        if (costs[1] < costs[m]) m = 1;
+        if (costs[0] < costs[m]) m = 0;
     }
-    if (!tid && !count) chosen = 0;
-    __syncthreads();
-    int m = chosen;
-    merge(classes, m, merged);
     Stream& stream = job->streams[t.stream];
-    if (tid < kSymbols) stream.counts[tid] = tid < kClasses ? merged[tid] : 0;
+    if (tid < kSymbols) stream.counts[tid] = tid < kClasses ? merged[m][tid] : 0;
     u64 total = scan_items(chunk_count, [&](i64 i) { return u64(chunks[i].bits[m]); },
                            [&](i64 i, u64 before) { chunks[i].start = before; });
     // Words that two chunks share are put together bit by bit, and so begin as zeros.
