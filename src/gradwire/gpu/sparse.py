@@ -26,6 +26,7 @@ ARRAYS = (
 PLAN = np.dtype([("k", "i8"), ("room", "i8"), ("doubtful", "i8"), *((name, "u8") for name in ARRAYS)])
 SELECTION = 4 * (26 + 2 + 128 + 2 * 512)  # bytes of the structure of that name in sources/sparse.h
 TILE_RECORD, COUNT, DOUBT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 8, 24, 2048, 4096
+SPARSE_TILE = 4096  # entries of a tile of these kernels
 HEAD = 16  # room for the number of entries, how they travel, and how many classes an octave has
 MOST = 2**31 - 1  # entries of a tensor; larger ones are left to the host
 SMALL_EXTRA = 1 << 17  # room for candidates beyond those that are expected
@@ -75,12 +76,13 @@ class SparseFamily(Family):
     def convert(self, batch: Batch) -> None:
         """Sample, pick out candidates, find the k-th, and write what is sent."""
         batch.launch_parts("sparse", "sample", 1024)
-        batch.launch_tiles("sparse", "gather", 512)
+        gather = programs.kernel("sparse", "gather", batch.device)
+        gather(batch.tile_count * TILE // SPARSE_TILE, 256, batch.on_tiles)
         batch.launch_parts("sparse", "count_candidates", 1024)
-        for program, kernel in (
-            ("sparse", "tally"), ("sparse", "send_chosen"), ("sparse_gaps", "count_gaps"), ("sparse_gaps", "write_gaps"),
-        ):  # fmt: skip
-            batch.launch_groups(program, kernel)
+        batch.launch_groups("sparse", "tally", 512)
+        batch.launch_groups("sparse", "send_chosen", 512)
+        batch.launch_groups("sparse_gaps", "count_gaps")
+        batch.launch_groups("sparse_gaps", "write_gaps")
 
 
 def mask_sent(batch: Batch, velocities: torch.Tensor) -> None:
@@ -108,8 +110,8 @@ def _plan(k: int, elements: int, sides: int) -> tuple[np.ndarray, int]:
     """Return where a tensor's arrays are in its scratch, and how much of it there is."""
     expected = sides * (k + min(k, elements // 50))
     room = min(elements, 2 * expected + SMALL_EXTRA)
-    parts, tiles = -(-min(elements, SAMPLE) // PART), -(-elements // TILE)
-    chunks, groups, doubtful = -(-k // CHUNK), -(-tiles // GROUP), min(room, elements // 128 + 4096)
+    parts, tiles = -(-min(elements, SAMPLE) // PART), -(-elements // SPARSE_TILE)
+    chunks, groups, doubtful = -(-k // CHUNK), -(-elements // (TILE * GROUP)), min(room, elements // 128 + 4096)
     sizes = (
         2 * BUCKETS * sides * parts, TILE_RECORD * tiles, COUNT * sides * tiles, COUNT * sides * groups,
         COUNT * sides * groups, DOUBT * doubtful, CHUNK_RECORD * chunks, 4 * room, 4 * room, 4 * k,

@@ -199,22 +199,22 @@ __device__ __forceinline__ void load_rows(const Tensor& t, i64 first, i64 end, b
     }
 }
 
-const int kWarps = 16;  // of a block of `gather`
-const int kStaged =
-    2560;  // candidates of a tile that are put in order in shared memory; if there are more, they are not
-
-// The one pass over all entries: u, and the candidates of each tile, in order of position. Tiles get their room in the
+const int kWarps = 8;  // of a block of `gather`
+// Candidates of a tile that are put in order in shared memory; if there are more, they are not.
+const int kStaged = 1280;
 // order in which they come to it; what follows goes through the tiles in their own order, so that no result depends on it.
-extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, const Where* tiles) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 4) gather(Job* job, const Where* tiles) {
     __shared__ u32 of_warps[kWarps], negative_of_warps[kWarps], start_of_tile, staged[kStaged];
     __shared__ u16 places[kStaged];
-    Where where = tiles[blockIdx.x];
+    Where where = tiles[blockIdx.x >> 1];
+    int index = 2 * where.index + (blockIdx.x & 1);
     const Tensor& t = job->tensors[where.item];
+    if (index >= tiles_of(t)) return;
     Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 least = s.least[0], least_negative = s.least[1];
-    i64 begin = i64(where.index) * kTile, first = begin + warp * 512 + lane * 4;
+    i64 begin = i64(index) * kTile, first = begin + warp * 512 + lane * 4;
     i64 end = begin + kTile < t.count ? begin + kTile : t.count;
     bool wide = end - begin == kTile && !((u64)(t.gradient) & (t.dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
                 !((u64)(t.after) & 15);
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gather(Job* job, co
             u32 start = total ? atomicAdd(&s.found, total) : 0;
             if (below) atomicAdd(&s.negative, below);
             bool fits = u64(start) + total <= u64(plan.room);
-            Tile& tile = array_at<Tile>(t, plan.tiles)[where.index];
+            Tile& tile = array_at<Tile>(t, plan.tiles)[index];
             tile.start = start;
             tile.found = fits ? total : 0;
             start_of_tile = fits ? start : ~0u;
@@ -327,7 +327,7 @@ __device__ __noinline__ void start_over(const Tensor& t, Selection& s, const Pla
         settle(s, sides, level, histogram, plan.k);
     }
     Tile* tiles = array_at<Tile>(t, plan.tiles);
-    for (int tile = warp; tile < t.tiles; tile += warps) {
+    for (int tile = warp; tile < tiles_of(t); tile += warps) {
         i64 begin = i64(tile) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
         u32 greater[2] = {0, 0}, equal[2] = {0, 0};
 #pragma unroll 8
@@ -342,23 +342,23 @@ __device__ __noinline__ void start_over(const Tensor& t, Selection& s, const Pla
         }
     }
     __syncthreads();
-    for (int tile = threadIdx.x; tile < t.tiles; tile += blockDim.x) tiles[tile].found = 0;
+    for (int tile = threadIdx.x; tile < tiles_of(t); tile += blockDim.x) tiles[tile].found = 0;
     __syncthreads();
     for (int side = 0; side < sides; side++) {
         u64* counted = counts_of(t, side);
         u32 ties = s.ties[side];
-        scan_items(t.tiles, [&](i64 i) { return counted[i] & 0xffffffffu; }, [&](i64 i, u64 before) {
+        scan_items(tiles_of(t), [&](i64 i) { return counted[i] & 0xffffffffu; }, [&](i64 i, u64 before) {
             u32 here = u32(counted[i]), left = before < ties ? ties - u32(before) : 0;
             tiles[i].found += u32(counted[i] >> 32) + (here < left ? here : left);
             counted[i] = before;
         });
     }
-    u64 total = scan_items(t.tiles, [&](i64 i) { return u64(tiles[i].found); },
+    u64 total = scan_items(tiles_of(t), [&](i64 i) { return u64(tiles[i].found); },
                            [&](i64 i, u64 before) { tiles[i].start = u32(before); });
     if (!threadIdx.x) s.found = u32(total), s.negative = 0;
     __syncthreads();
     u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
-    for (int tile = warp; tile < t.tiles; tile += warps) {
+    for (int tile = warp; tile < tiles_of(t); tile += warps) {
         i64 begin = i64(tile) * kTile, end = begin + kTile < t.count ? begin + kTile : t.count;
         u32 at = tiles[tile].start, below_zero = 0,
             equal[2] = {u32(counts_of(t, 0)[tile]), sides == 2 ? u32(counts_of(t, 1)[tile]) : 0};
@@ -445,27 +445,24 @@ extern "C" __global__ void __launch_bounds__(1024) count_candidates(Job* job, co
 
 // ── the k-th magnitude ────────────────────────────────────────────────────────────────────────────
 
+const int kTallied = 32 * kGroup;  // threads of a block that has a group: a warp for each tile
+
 struct Range {  // magnitudes among which the k-th is: what is not below `end` is sent
     u32 begin, end, rank;  // the k-th's rank among them, from 1 on
 };
 
-// Which of the counted buckets has the k-th magnitude of each side; by all 256 threads of a block. From below, where the
+// Which of the counted buckets has the k-th magnitude of each side; by all threads of a block of kTallied. From below, where the
 // count begins, the k-th of n is the (n − k + 1)-th; if no bucket has it, it is above all of them.
 __device__ void find_ranges(const Selection& s, int sides, i64 k, Range* ranges) {
-    const int kPer = kFine / 128;
-    int side = int(threadIdx.x) >> 7, first = (int(threadIdx.x) & 127) * kPer;
+    const int kSide = kTallied / 2, kPer = kFine / kSide;
+    int side = int(threadIdx.x) / kSide, first = int(threadIdx.x) % kSide * kPer;
     u32 counted[kPer], sum = 0;
-    const uint4* fours = reinterpret_cast<const uint4*>(s.histogram + side * kFine + first);
 #pragma unroll
-    for (int j = 0; j < kPer; j += 4) {
-        uint4 four = fours[j / 4];
-        counted[j] = four.x, counted[j + 1] = four.y, counted[j + 2] = four.z, counted[j + 3] = four.w;
-        sum += four.x + four.y + four.z + four.w;
-    }
+    for (int j = 0; j < kPer; j++) sum += counted[j] = s.histogram[side * kFine + first + j];
     u32 found = side ? s.negative : sides == 2 ? s.found - s.negative : s.found;
     bool open = side < sides && k > 0 && i64(found) > k;
     u32 wanted = open ? found - u32(k) + 1 : 0, upto = s.upto[side], shift = s.shift[side];
-    if (!(threadIdx.x & 127)) {
+    if (!(threadIdx.x % kSide)) {
         Range range = {0, 0, 0};  // all candidates are sent
         if (k <= 0) range.begin = range.end = ~0u;  // none is
         if (open) range.begin = upto, range.end = kMagnitude + 1, range.rank = u32(k);
@@ -570,7 +567,7 @@ __device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int 
 // How many of each tile's candidates are sent, one warp for each tile; the last group finds the k-th magnitude, and
 // decides on the side and on the one magnitude of SBC and STC. Its sum is not in the order of docs/wire-format.md but
 // always in the same one: in fp64 hardly any of these sums is rounded at all, and decoders need not know.
-extern "C" __global__ void __launch_bounds__(256) tally(Job* job, const Where* groups) {
+extern "C" __global__ void __launch_bounds__(kTallied) tally(Job* job, const Where* groups) {
     __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFine];
     __shared__ Range ranges[2];
     __shared__ u64 tile_counts[2][kGroup];
@@ -582,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(256) tally(Job* job, const Where* g
     const Format& f = format_of(t);
     int sides = f.sides, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, index = where.index * kGroup + warp;
     Tile tile = {0, 0};
-    if (index < t.tiles) tile = array_at<Tile>(t, plan.tiles)[index];
+    if (index < tiles_of(t)) tile = array_at<Tile>(t, plan.tiles)[index];
     const u32 *values = array_at<u32>(t, plan.values) + tile.start, *positions = array_at<u32>(t, plan.positions);
     Doubt* doubts = array_at<Doubt>(t, plan.doubts);
     find_ranges(s, sides, plan.k, ranges);
@@ -617,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(256) tally(Job* job, const Where* g
         double x = warp_sum(sum[side]);
         if (lane) continue;
         tile_counts[side][warp] = count, tile_sums[side][warp] = x;
-        if (index < t.tiles) counts_of(t, side)[index] = count;
+        if (index < tiles_of(t)) counts_of(t, side)[index] = count;
     }
     __syncthreads();
     if (threadIdx.x < u32(sides)) {
@@ -654,14 +651,14 @@ extern "C" __global__ void __launch_bounds__(256) tally(Job* job, const Where* g
 }
 
 // Positions, values and the new error memory, one warp for each tile. The sign stands above the 31 bits of a position.
-extern "C" __global__ void __launch_bounds__(256) send_chosen(Job* job, const Where* groups) {
+extern "C" __global__ void __launch_bounds__(kTallied) send_chosen(Job* job, const Where* groups) {
     Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     const Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     int sides = format_of(t).sides, kind = format_of(t).kind, dtype = t.dtype;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, index = where.index * kGroup + warp;
-    if (index >= t.tiles) return;
+    if (index >= tiles_of(t)) return;
     Tile tile = array_at<Tile>(t, plan.tiles)[index];
     const u32* values = array_at<u32>(t, plan.values) + tile.start;
     const u32* positions = array_at<u32>(t, plan.positions) + tile.start;
@@ -670,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(256) send_chosen(Job* job, const Wh
     u8* out = const_cast<u8*>(job->frames[t.frame].piece[VALUES].bytes);
     u32 side = s.side, kth = s.kth[side], ties = s.ties[side], below = (1u << lane) - 1;
     u64 before = lane < warp ? counts_of(t, int(side))[index - warp + lane] : 0;
-    for (int by = 4; by; by >>= 1) before += __shfl_xor_sync(~0u, before, by);
+    for (int by = 8; by; by >>= 1) before += __shfl_xor_sync(~0u, before, by);
     before = __shfl_sync(~0u, before, 0) + group_counts_of(t, int(side))[where.index];
     u32 equal = u32(before), at = u32(before >> 32) + (equal < ties ? equal : ties);
     float one = received(s.value, dtype);

@@ -2,7 +2,8 @@
 #pragma once
 #include "gaps.h"
 
-const int kTile = 8192, kGroup = 8, kPart = 1024, kSample = 65536;  // of smaller tensors than that, the sample is all
+// A block of `gather` has half a tile of the layout, so that others load while it writes; a group is what it is there.
+const int kTile = 4096, kGroup = 16, kPart = 1024, kSample = 65536;  // of smaller tensors than that, the sample is all
 const int kRun = 4, kRuns = 4096, kSampled = kRun * kRuns;  // it consists of short runs: clusters must not mislead it
 const int kLevels = 3;  // the 31 bits of a magnitude, where all entries are looked at in three steps
 __constant__ int kShift[kLevels] = {19, 9, 0}, kWidth[kLevels] = {4096, 1024, 512};
@@ -60,10 +61,11 @@ template <typename T>
 __device__ __forceinline__ T* array_at(const Tensor& t, u64 offset) {
     return reinterpret_cast<T*>(static_cast<u8*>(t.own) + offset);
 }
-__device__ __forceinline__ int groups_of(const Tensor& t) { return (t.tiles + kGroup - 1) / kGroup; }
+__device__ __forceinline__ int tiles_of(const Tensor& t) { return int((t.count + kTile - 1) / kTile); }
+__device__ __forceinline__ int groups_of(const Tensor& t) { return (tiles_of(t) + kGroup - 1) / kGroup; }
 // Candidates of each tile above the k-th magnitude (<< 32) and those equal to it. Neither number reaches 2^32.
 __device__ __forceinline__ u64* counts_of(const Tensor& t, int side) {
-    return array_at<u64>(t, plan_of(t).counts) + i64(side) * t.tiles;
+    return array_at<u64>(t, plan_of(t).counts) + i64(side) * tiles_of(t);
 }
 // The same of each group of tiles; then, of all groups before it.
 __device__ __forceinline__ u64* group_counts_of(const Tensor& t, int side) {
