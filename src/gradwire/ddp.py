@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregate.messages import present_tensors
@@ -92,8 +92,9 @@ class State(Gradients):
         """Average a bucket as DDP does without a hook, and send along what is left in the error memories."""
         if self.plain_step.has_memories:
             self.plain_step.add_memories(self._named(bucket))
-        future = allreduce_hook(self.given_group, bucket)
-        self.started_plainly(future, bucket.buffer())
+        halved = self.tuner.halves and bucket.buffer().dtype == torch.float32
+        future = (bf16_compress_hook if halved else allreduce_hook)(self.given_group, bucket)
+        self.started_plainly(future, bucket.buffer(), halved)
         if bucket.is_last():
             self.finish_plain_step()
         return future

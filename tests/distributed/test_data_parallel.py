@@ -309,9 +309,9 @@ def figures(rank: int) -> None:
 
 
 def auto(rank: int) -> None:
-    """Over loopback nothing beats plain all-reduce; a step with it is exact, what was left goes with it."""
+    """It settles; a step with plain all-reduce is exact, and what was left goes with it."""
     model = make("auto")
-    for step in range(24):
+    for step in range(34):
         before = unsent(model) if model.gradwire.state_dict()["memory"] else {}
         used = model.gradwire.recipe
         true = mean_of(true_gradients(model, rank, step))
@@ -322,7 +322,9 @@ def auto(rank: int) -> None:
             assert all(close(found[n], true[n] + before.get(n, 0)) for n in found)
             assert not model.gradwire.state_dict()["memory"]
     assert model.gradwire.gradients.tuner.auto.settled
-    assert {t.spec for t in model.gradwire.gradients.tuner.auto.trials} == {"co3", "exact"}
+    tried = {trial.spec for trial in model.gradwire.gradients.tuner.auto.trials}
+    # On a busy machine the link may look so slow that all-reduce is not even tried.
+    assert {"co3"} <= tried <= {"co3", "bf16 all-reduce", "exact"}
     check_raises(SpecError, "not part of a dict", lambda: make({"*": "auto"}))
 
 

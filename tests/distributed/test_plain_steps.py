@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.engine.auto import EXACT, Trial
+from gradwire.engine.auto import EXACT, HALF, Trial
 from gradwire.engine.handle import Handle
 from gradwire.engine.tuner import Tuner
 from support.rank_pool import RankPool, Scenario, named
@@ -142,6 +142,24 @@ def settled_on_plain(rank: int) -> None:
             assert handle.gradients.exchange.messages == 0
 
 
+def settled_on_bf16(rank: int) -> None:
+    """Half of the bytes; the mean is that of gradients in bf16."""
+    for make in WAYS.values():
+        model, handle = make(fresh())
+        settle(handle, HALF)
+        before, alone = handle.stats(), fresh()
+        for step in range(3):
+            model.zero_grad(), alone.zero_grad()
+            loss_of(model, rank, step).backward(), loss_of(alone, rank, step).backward()
+            true = gathered({name: p.grad.bfloat16() / WORLD for name, p in alone.named_parameters()})
+            for name, parameter in model.module.named_parameters():
+                assert torch.equal(parameter.grad, (true[0][name] + true[1][name]).float()), (name, step)
+        assert handle.recipe == HALF
+        found = {key: value - before[key] for key, value in handle.stats().items()}
+        assert 2 * found["frame_bytes"] == found["dense_bytes"] > 0
+        assert found["wire_bytes_sent"] < 0.6 * found["dense_bytes"]
+
+
 def there_and_back(rank: int) -> None:
     """From a recipe to plain steps, of which the first sends what was left, and back to the recipe."""
     for make in WAYS.values():
@@ -208,8 +226,8 @@ def a_peer_that_leaves(rank: int) -> None:
     check_raises(gradwire.AggregateError, "has failed before", lambda: loss_of(model, rank, 2).backward())
 
 
-SCENARIOS = [settled_on_plain, there_and_back, odd_gradients, a_peer_that_leaves]
-QUICK = {"settled_on_plain", "there_and_back"}
+SCENARIOS = [settled_on_plain, settled_on_bf16, there_and_back, odd_gradients, a_peer_that_leaves]
+QUICK = {"settled_on_plain", "settled_on_bf16", "there_and_back"}
 
 
 @pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))

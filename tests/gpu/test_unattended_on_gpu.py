@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
-
 STEPS, ASLEEP = 12, 20_000_000  # cycles: some ten milliseconds
 
 

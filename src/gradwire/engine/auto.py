@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradwire.catalogue.spec import number, split
 from gradwire.errors import SpecError
 
 EXACT = "exact"  # plain all-reduce
+HALF = "bf16 all-reduce"  # of fp32 gradients; fp16 would take as many bytes, and overflow
+PLAIN = {HALF: 2, EXACT: 4}  # candidates without frames, and the bytes that an entry takes
 CANDIDATES = (
     "co3",
     "ecq:rate=1",
     "sbc:p=0.01,mask=off,warmup=0,small=co3",
     "sbc:p=0.001,mask=off,warmup=0,small=co3",
-    EXACT,  # the last, since it may be left out as hopeless
+    *PLAIN,  # the last ones, since they may be left out as hopeless
 )
+MEASURED_BY = {HALF: "bf16"}  # the recipe with the same error, of candidates that are none
 DEFAULT_ERROR = 0.1
 SKIPPED, TIMED = 5, 5  # steps of a trial; in the first ones the aggregation is chosen, and lengths are agreed on
 CHECK = 32  # steps between looks at whether anything has changed
@@ -51,8 +54,9 @@ class Auto:
     """
 
     agree: Agree
-    exact_seconds: Callable[[], float]  # what plain all-reduce would take for its bytes alone
+    plain_seconds: Callable[[int], float]  # what all-reduce of so many bytes an entry would take for its bytes alone
     target: float = DEFAULT_ERROR
+    candidates: Sequence[str] = CANDIDATES
     alone: bool = False  # whether there is one rank only
     settled: bool = False
     trials: list[Trial] = field(default_factory=list)  # that are over
@@ -69,7 +73,7 @@ class Auto:
 
     def _try_all(self) -> None:
         self.settled = False
-        self.trials, self._left = [], [Trial(spec, 0.0) for spec in CANDIDATES]
+        self.trials, self._left = [], [Trial(spec, 0.0) for spec in self.candidates]
         self._times = []
 
     @property
@@ -99,7 +103,7 @@ class Auto:
 
     def _leave_out(self, errors: Mapping[str, float]) -> None:
         """Leave out the candidates whose error is too large on any rank."""
-        measured = [errors.get(trial.spec, 0.0) for trial in self._left]
+        measured = [errors.get(MEASURED_BY.get(trial.spec, trial.spec), 0.0) for trial in self._left]
         agreed = self.agree([error if math.isfinite(error) else math.inf for error in measured])
         if math.inf in agreed:  # a gradient was not finite, as in the first steps with a GradScaler: measure the next
             self._times.pop()
@@ -112,16 +116,27 @@ class Auto:
     def _next(self) -> None:
         self._times = []
         self.trials.append(self._left.pop(0))
-        if not self._left or (self._left[0].spec == EXACT and self._exact_is_hopeless()):
+        while self._left and self._is_hopeless(self._left[0].spec):
+            self._left.pop(0)
+        if not self._left:
             self.settled = True
             self._baseline, self._strikes = None, 0
 
-    def _exact_is_hopeless(self) -> bool:
-        return self.exact_seconds() > HOPELESS * min(trial.seconds for trial in self.trials)
+    def _is_hopeless(self, spec: str) -> bool:
+        best = min(trial.seconds for trial in self.trials)
+        return spec in PLAIN and self.plain_seconds(PLAIN[spec]) > HOPELESS * best
 
     def _best(self) -> Trial:
         fastest = min(trial.seconds for trial in self.trials)
         return min((t for t in self.trials if t.seconds <= NEARLY * fastest), key=lambda t: t.error)
+
+    @property
+    def reason(self) -> str:
+        """What was chosen and why, in a line: the times of whole training steps with each candidate."""
+        tried = sorted(self.trials, key=lambda trial: trial.seconds)
+        times = ", ".join(f"{trial.spec} {1e3 * trial.seconds:.1f} ms" for trial in tried)
+        steps = (SKIPPED + TIMED) * len(self.trials)
+        return f"{self.spec} from now on; whole steps took {times} ({steps} steps of trials)"
 
     def _watch(self) -> None:
         if len(self._times) < CHECK:

@@ -4,7 +4,7 @@ A plain model, in which nothing overlaps. With F bytes of frames a step and rank
 
     all-gather      m·latency + (W−1)·F / rate + encode + W·decode
     scatter-reduce  2m·latency + 2·(W−1)/W·F / rate + (1 + 1/W)·encode + 2·decode
-    all-reduce      2·(W−1)·latency + 2·(W−1)/W·4d / rate               (plain fp32, of d entries)
+    all-reduce      2·(W−1)·latency + 2·(W−1)/W·4d / rate               (plain fp32, of d entries; 2d for bf16)
 
 where encode and decode are the seconds for a whole gradient, by one rank, of one rank.
 """
@@ -80,6 +80,6 @@ class Load:
         return wire + (1 + 1 / world) * self.encode_s + 2 * self.decode_s
 
 
-def all_reduce_s(entries: int, speed: Speed, world: int) -> float:
-    """Return the seconds of a plain fp32 all-reduce of so many entries."""
-    return 2 * (world - 1) * speed.latency + 2 * (world - 1) / world * 4 * entries / speed.rate
+def all_reduce_s(size: int, speed: Speed, world: int) -> float:
+    """Return the seconds of a plain all-reduce of so many bytes."""
+    return 2 * (world - 1) * speed.latency + 2 * (world - 1) / world * size / speed.rate

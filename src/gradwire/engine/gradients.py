@@ -206,7 +206,7 @@ class Gradients:
             if rivals or (self._monitor is not None and self._monitor.due(self.steps + 1)):
                 self.probe.begin(rivals)
         if self._goes_directly:
-            self.plain_step.start(tensors, missing)
+            self.plain_step.start(tensors, missing, self.tuner.halves)
         else:
             self.exchange.submit(key, tensors, missing, lasting)
 
@@ -250,10 +250,12 @@ class Gradients:
         """Whether this step uses plain all-reduce: because it is the fastest here, or because it is being measured."""
         return self.tuner.plain
 
-    def started_plainly(self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Take note of a part of a plain step, which the framework all-reduces itself."""
+    def started_plainly(
+        self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, halved: bool = False
+    ) -> None:
+        """Take note of a part of a plain step, which the framework all-reduces itself, in half of its bytes maybe."""
         self._dense_bytes += buffer.nbytes
-        self.plain_step.started(future, buffer)
+        self.plain_step.started(future, buffer, halved)
 
     def finish_plain_step(self) -> None:
         """End a step whose tensors the framework averages itself."""

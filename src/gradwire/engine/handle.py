@@ -21,7 +21,7 @@ class Handle:
 
     @property
     def recipe(self) -> str:
-        """The spec in use, of one name or by patterns; with `auto` its choice, or "exact" for plain all-reduce."""
+        """The spec in use, of one name or by patterns; with `auto` its choice, such as "exact" for plain all-reduce."""
         auto = self.gradients.tuner.auto
         return str(self.gradients.recipes) if auto is None else auto.spec
 

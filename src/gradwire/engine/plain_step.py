@@ -51,14 +51,17 @@ class PlainStep:
                 self._sent_along[name] = memory
                 tensor.add_(memory.to(tensor.device).view(tensor.shape))
 
-    def started(self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Take note of an all-reduce of this buffer, which the framework has started."""
+    def started(self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, halved: bool) -> None:
+        """Take note of an all-reduce of this buffer, or of half of its bytes, which the framework has started."""
         self._futures.append(future)
-        self._note(buffer)
+        self._note(buffer, buffer.nbytes // 2 if halved else buffer.nbytes)
 
     @torch.no_grad()
-    def start(self, tensors: NamedTensors, missing: Collection[str]) -> None:
-        """Begin to average the tensors; those that are `missing` have no gradient on this rank, and are zero."""
+    def start(self, tensors: NamedTensors, missing: Collection[str], halved: bool) -> None:
+        """Begin to average the tensors; those that are `missing` have no gradient on this rank, and are zero.
+
+        If they are `halved`, fp32 travels as bf16.
+        """
         self._exchange.check_in_step()
         if self.has_memories:
             self.add_memories(tensors)
@@ -68,22 +71,23 @@ class PlainStep:
                 self._missing[name] = tensor
             else:
                 self._touched.add(name)
-            self._note(tensor)
+            dtype = torch.bfloat16 if halved and tensor.dtype == torch.float32 else tensor.dtype
+            self._note(tensor, tensor.numel() * dtype.itemsize)
             if self._link.world > 1 and tensor.numel():
-                sent = self._as_sent(tensor)
+                sent = self._as_sent(tensor, dtype)
                 alike.setdefault((sent.dtype, sent.device), []).append(sent)
         for group in alike.values():
             torch._foreach_div_(group, self._link.world)  # before the sum, which might be too large for fp16
             self._all_reduce(group)
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _note(self, tensor: torch.Tensor, sent_bytes: int) -> None:
         self._tensors.append(tensor)
-        self._exchange.coder.ledger.count_frame_bytes(tensor.nbytes)
-        self._link.count_all_reduce(tensor.nbytes)
+        self._exchange.coder.ledger.count_frame_bytes(sent_bytes)
+        self._link.count_all_reduce(sent_bytes)
 
-    def _as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself, or a copy if its entries are in another order or the group does not take it."""
-        sent = tensor.detach().contiguous()
+    def _as_sent(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor itself, or a copy: in another dtype or order, or where the group takes it."""
+        sent = tensor.detach().to(dtype).contiguous()
         if not (sent.is_cuda and self._link.takes_gpu):
             sent = sent.to(self._link.device)
         if sent.data_ptr() != tensor.data_ptr():

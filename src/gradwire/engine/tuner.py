@@ -29,7 +29,9 @@ class Tuner:
         self.link, self.exchange = link, exchange
         self._recipes, self._ledger = exchange.coder.recipes, exchange.coder.ledger
         alone = link.world == 1
-        self.auto = None if target is None else Auto(self._largest, self._exact_seconds, target, alone)
+        # Hosts that share memories all-reduce in their own way.
+        candidates = [spec for spec in auto.CANDIDATES if spec != auto.HALF or exchange.host is None]
+        self.auto = None if target is None else Auto(self._largest, self._plain_seconds, target, candidates, alone)
         self._aggregate = exchange.aggregate  # what every recipe begins with
         self._open_aggregate = open_aggregate and exchange.link.world > 2
         measures = (self.auto is not None and not alone) or self._open_aggregate
@@ -43,13 +45,19 @@ class Tuner:
     @property
     def plain(self) -> bool:
         """Whether `auto` has found, or is trying, that nothing beats all-reduce."""
-        return self.auto is not None and self.auto.spec == auto.EXACT
+        return self.auto is not None and self.auto.spec in auto.PLAIN
+
+    @property
+    def halves(self) -> bool:
+        """Whether a plain step sends fp32 gradients in bf16."""
+        return self.auto is not None and self.auto.spec == auto.HALF
 
     @property
     def rivals(self) -> Sequence[str]:
         """The specs whose errors are to be measured in the next step."""
         measuring = self.auto is not None and self.auto.measuring
-        return [spec for spec in auto.CANDIDATES if spec != auto.EXACT] if measuring else ()
+        candidates = [auto.MEASURED_BY.get(spec, spec) for spec in auto.CANDIDATES if spec != auto.EXACT]
+        return candidates if measuring else ()
 
     def step_done(self, rival_errors: Mapping[str, float]) -> None:
         """Learn from a step that is over, and from the relative errors of the rivals if they were measured."""
@@ -63,7 +71,7 @@ class Tuner:
             if self.auto.spec != before:
                 self.use(self.auto.spec)
             if self.auto.settled and not was_settled and self.link.rank == 0:
-                _log.info("auto: %s is the fastest here", "plain all-reduce" if self.plain else self.auto.spec)
+                _log.info("auto: %s", self.auto.reason)
 
     def loaded(self) -> None:
         """Take note that the number of steps has changed, by a checkpoint."""
@@ -71,9 +79,9 @@ class Tuner:
 
     def use(self, spec: str) -> None:
         """Use another recipe from the next step on; error memories stay, and are sent with it."""
-        if spec != auto.EXACT:
+        if spec not in auto.PLAIN:
             self._recipes.use(spec)
-        self.exchange.use(ALL_REDUCE if spec == auto.EXACT else self._aggregate)
+        self.exchange.use(ALL_REDUCE if spec in auto.PLAIN else self._aggregate)
         self._since = {"steps": self._ledger.steps, **self._ledger.stats()}
 
     def _choose_aggregate(self) -> None:
@@ -94,6 +102,6 @@ class Tuner:
         of_ranks = [packed.unpack(other) for other in self.link.gather_short(packed.pack(*values))]
         return [max(column) for column in zip(*of_ranks, strict=True)]
 
-    def _exact_seconds(self) -> float:
+    def _plain_seconds(self, entry_bytes: int) -> float:
         assert self._speed is not None
-        return all_reduce_s(self._recipes.total, self._speed, self.exchange.world)
+        return all_reduce_s(entry_bytes * self._recipes.total, self._speed, self.exchange.world)
