@@ -14,12 +14,11 @@ sums/sum_exchange.py for recipes whose integers are added up on their way, whate
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
 
-from gradwire import gpu
 from gradwire.aggregate.exchanges.all_gather import AllGatherExchange
 from gradwire.aggregate.exchanges.all_reduce import AllReduceExchange
 from gradwire.aggregate.exchanges.hierarchical import HierarchicalExchange
@@ -29,40 +28,15 @@ from gradwire.aggregate.messages.host_copies import HostCopies
 from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.partial_messages import PartialMessages
 from gradwire.aggregate.messages.step_tensors import StepTensors
-from gradwire.aggregate.messages.tensor_parts import (
-    NamedTensors,
-    TensorPart,
-    split_into_messages,
-)
+from gradwire.aggregate.messages.submissions import Submissions
+from gradwire.aggregate.messages.tensor_parts import NamedTensors, TensorPart
 from gradwire.aggregate.sums.sum_exchange import SumExchange
 from gradwire.aggregate.sums.word_sums import ProcessGroupSums, WordSums
 from gradwire.aggregate.transport.exchange_thread import Exchange, ExchangeThread, Pause
 from gradwire.aggregate.transport.link import Link
-from gradwire.catalogue.recipe import Recipe
 from gradwire.errors import AggregateError
 
 ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
-# Entries that are gathered from several submissions before they are sent, where messages are long: a GPU takes as long
-# for a short message as for one of so many. The first one is sent sooner, so that the link has something to do.
-ENOUGH, ENOUGH_TO_BEGIN = 2**24, 2**22
-
-
-class _Gathering:
-    """Tensors that were submitted and are not yet on their way."""
-
-    def __init__(self) -> None:
-        self.keys: list[Hashable] = []
-        self.tensors: list[tuple[str, torch.Tensor]] = []
-        self.ready: list[torch.cuda.Event] = []
-        self.lasting, self.entries = True, 0
-
-    def add(self, key: Hashable, tensors: NamedTensors, ready: list[torch.cuda.Event], lasting: bool) -> None:
-        """Add tensors that hold their values when all of `ready` have come."""
-        self.keys.append(key)
-        self.tensors += tensors
-        self.ready += ready
-        self.lasting &= lasting
-        self.entries += sum(tensor.numel() for _, tensor in tensors)
 
 
 class GradientExchange:
@@ -82,12 +56,10 @@ class GradientExchange:
     ):  # fmt: skip
         self.coder, self.link, self.host, self.aggregate = coder, link, host, aggregate
         self.messages = 0  # sent since the last `use`
-        self._cut: dict[Hashable, tuple[Any, list[list[TensorPart]]]] = {}  # the messages of each submission
-        self._gathering = _Gathering()
+        self._submissions = Submissions(coder.recipes, coder.known)
         self._means_ready: torch.cuda.Event | None = None  # if the last step was not waited for
         self._is_settled = True
-        self._submitted: set[Hashable] = set()  # keys of this step
-        self._loss_scale, self._long_messages = loss_scale, False
+        self._loss_scale = loss_scale
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
         self._broken: AggregateError | None = None  # why the link cannot be used any more
         self._tensors = StepTensors(coder.memories, shared_host=host is not None)
@@ -116,19 +88,14 @@ class GradientExchange:
         """
         self.check_in_step()
         self._tensors.declare_missing(missing)
-        self._gathering.add(key, tensors, self._host_copies.mark_ready(tensors), lasting)
-        if not self._long_messages or self._gathering.entries >= (ENOUGH if self._submitted else ENOUGH_TO_BEGIN):
-            self._send_gathered()
+        self._submissions.add(key, tensors, self._host_copies.mark_ready(tensors), lasting)
+        if self._submissions.suffice:
+            self._send_submissions()
 
-    def _send_gathered(self) -> None:
+    def _send_submissions(self) -> None:
         """Hand what was submitted to the exchange thread."""
-        given, self._gathering = self._gathering, _Gathering()
-        if not given.keys:
-            return
-        key = tuple(given.keys)
-        messages = self._known_messages(key, given.tensors) if given.lasting else self._messages_of(given.tensors)
-        for i, parts in enumerate(messages):
-            self._thread.submit(functools.partial(self._message_job, (key, i), parts, given.ready))
+        for key, parts, ready in self._submissions.take():
+            self._thread.submit(functools.partial(self._message_job, key, parts, ready))
             self.messages += 1
 
     def check_in_step(self) -> None:
@@ -136,39 +103,9 @@ class GradientExchange:
         if self._broken is not None:
             raise AggregateError(f"an exchange has failed before: {self._broken}") from self._broken
 
-    def _known_messages(self, key: Hashable, tensors: NamedTensors) -> list[list[TensorPart]]:
-        """Return the parts of each message; the same lists as in the last step, if all tensors lie where they did.
-
-        They then are the same memory, since the parts have kept it.
-        """
-        places = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for name, t in tensors]
-        now = places, self.coder.recipes.generation, self._long_messages
-        self._submitted.add(key)
-        known = self._cut.get(key)
-        if known is None or known[0] != now:
-            known = self._cut[key] = now, list(self._messages_of(tensors))
-            self.coder.known.expect(key, known[1])
-        return known[1]
-
-    def _messages_of(self, tensors: NamedTensors) -> Iterator[list[TensorPart]]:
-        """Yield the parts of each message.
-
-        Tensors that are added up on their way travel with their like alone, and so do those that a GPU has kernels for:
-        by their recipe and dtype, not by where they are, since messages are the same on all ranks.
-        """
-        recipes = self.coder.recipes
-        groups: dict[tuple[Recipe | None, bool], list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in tensors:
-            recipe = recipes.of_tensor(name, tensor.numel())
-            if tensor.numel():
-                on_gpus = gpu.has_kernels(recipe.codec.converter, tensor.dtype)
-                groups.setdefault((recipe if recipe.sums else None, on_gpus), []).append((name, tensor))
-        for group in groups.values():
-            yield from split_into_messages(group, recipes.by_pattern, self._long_messages)
-
     def use_long_messages(self) -> None:
         """Send longer messages from the next step on; all ranks call it, or none."""
-        self._long_messages = True
+        self._submissions.use_long_messages()
 
     def wait_for_nothing(self) -> None:
         """Let GPUs exchange messages unattended, where possible; all ranks call it, or none."""
@@ -180,7 +117,7 @@ class GradientExchange:
         On a GPU they may be means for the current stream only, when it comes so far. Memories are committed, or rolled
         back on all ranks if a gradient was not finite on any.
         """
-        self._send_gathered()
+        self._send_submissions()
         self._thread.submit(self._last_job)
         with self.coder.ledger.waiting():
             self._drain()
@@ -189,7 +126,7 @@ class GradientExchange:
         if not self._unattended.all_settled:
             self._is_settled = False
             self._thread.submit(self._settle_job)
-        self._forget_old_messages()
+        self._submissions.end_step()
         return self._tensors.take_touched()
 
     def settle(self) -> None:
@@ -208,20 +145,13 @@ class GradientExchange:
             self.abandon_step(error)
             raise
 
-    def _forget_old_messages(self) -> None:
-        """Let go of what did not come in this step: DDP forms other buckets after its first."""
-        for key in self._cut.keys() - self._submitted:
-            del self._cut[key]
-            self.coder.known.expect(key, ())
-        self._submitted.clear()
-
     def abandon_step(self, error: BaseException | None = None) -> None:
         """Give up the step under way, because of an error: memories are as they were before it."""
         if error is not None:
             self.link.give_up(error)
         if isinstance(error, AggregateError):
             self._broken = self._broken or error
-        self._gathering = _Gathering()
+        self._submissions.clear()
         self._unattended.forget()
         self.coder.abandon_step()
         self._scatter_reduce.memory.abandon_step()
