@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(1024) sample(Job* job, const Where*
         expected *= double(kSampled) / double(t.count);
         double margin = (expected < kSampled / 50 ? expected : kSampled / 50) / 2 + 6 * sqrt(expected);
         most = expected + margin + 16;
-        fewest = expected - margin;
+        fewest = expected - 5 * sqrt(expected);  // the k-th may be above it all the same: that takes a little longer
     }
     if (tid < 2) wanted[tid][0] = u32(most), wanted[tid][1] = fewest >= 1 ? u32(fewest) : 1u;
     __syncthreads();
@@ -202,6 +202,8 @@ __device__ __forceinline__ void load_rows(const Tensor& t, i64 first, i64 end, b
 const int kWarps = 8;  // of a block of `gather`
 // Candidates of a tile that are put in order in shared memory; if there are more, they are not.
 const int kStaged = 1280;
+
+// The one pass over all entries: u, and the candidates of each tile, in order of position. Tiles get their room in the
 // order in which they come to it; what follows goes through the tiles in their own order, so that no result depends on it.
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 4) gather(Job* job, const Where* tiles) {
     __shared__ u32 of_warps[kWarps], negative_of_warps[kWarps], start_of_tile, staged[kStaged];
@@ -445,6 +447,8 @@ extern "C" __global__ void __launch_bounds__(1024) count_candidates(Job* job, co
 
 // ── the k-th magnitude ────────────────────────────────────────────────────────────────────────────
 
+const int kRows = 6;  // of 32 candidates, that a warp loads before it looks at the first
+const int kExact = 4096;  // buckets of each side, where the exact k-th is looked for
 const int kTallied = 32 * kGroup;  // threads of a block that has a group: a warp for each tile
 
 struct Range {  // magnitudes among which the k-th is: what is not below `end` is sent
@@ -486,17 +490,27 @@ __device__ void find_ranges(const Selection& s, int sides, i64 k, Range* ranges)
 }
 
 // Calls `look` for every candidate that is in doubt. They are listed; if there is no room for all, all candidates are
-// gone through.
+// gone through. Loads come before anything else, as one block has to wait for all of them.
 template <typename Look>
 __device__ __forceinline__ void for_doubts(const Tensor& t, const Selection& s, const Plan& plan, Look look) {
-    if (i64(s.doubts) <= plan.doubtful) {
-        const Doubt* doubts = array_at<Doubt>(t, plan.doubts);
-        for (u32 i = threadIdx.x; i < s.doubts; i += blockDim.x) look(doubts[i].bits, doubts[i].position);
-        return;
-    }
+    const int kBatch = 8;
+    bool listed = i64(s.doubts) <= plan.doubtful;
+    u32 count = listed ? s.doubts : s.found;
+    const Doubt* doubts = array_at<Doubt>(t, plan.doubts);
     const u32 *values = array_at<u32>(t, plan.values), *positions = array_at<u32>(t, plan.positions);
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < s.found; i += blockDim.x) look(values[i], positions[i]);
+    for (u32 first = threadIdx.x; first < count; first += kBatch * blockDim.x) {
+        Doubt batch[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; j++) {
+            u32 i = first + j * blockDim.x;
+            batch[j] = {0, 0};
+            if (i < count && listed) batch[j] = doubts[i];
+            if (i < count && !listed) batch[j] = {values[i], positions[i]};
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; j++)
+            if (batch[j].bits) look(batch[j].bits, batch[j].position);
+    }
 }
 
 // The exact k-th magnitude of each side, among those in `ranges`; then counts of tiles and groups are complete, and
@@ -509,26 +523,27 @@ __device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int 
     __shared__ u32 wanted[2][1];
     __shared__ u64 of_exponents[2][256];
     int tid = threadIdx.x;
+    u64 of_kth[2] = {0, 0};  // of the exponent that nearly all of them have
     if (tid < 2) now[tid] = ranges[tid];
     for (int b = tid; b < 512; b += blockDim.x) of_exponents[b >> 8][b & 255] = 0;
     __syncthreads();
     while (now[0].end - now[0].begin > 1 || now[1].end - now[1].begin > 1) {
         u32 shifts[2] = {0, 0}, totals[2];
         for (int side = 0; side < 2; side++)
-            while ((now[side].end - now[side].begin - 1) >> shifts[side] >= u32(kFine) &&
+            while ((now[side].end - now[side].begin - 1) >> shifts[side] >= u32(kExact) &&
                    now[side].end > now[side].begin)
                 shifts[side]++;
-        for (int b = tid; b < 2 * kFine; b += blockDim.x) histogram[b] = 0;
+        for (int b = tid; b < 2 * kExact; b += blockDim.x) histogram[b] = 0;
         __syncthreads();
         for_doubts(t, s, plan, [&](u32 bits, u32) {
             int side = sides == 2 ? int(bits >> 31) : 0;
             u32 magnitude = bits & kMagnitude;
             if (magnitude >= now[side].begin && magnitude < now[side].end)
-                atomicAdd(&histogram[side * kFine + ((magnitude - now[side].begin) >> shifts[side])], 1u);
+                atomicAdd(&histogram[side * kExact + ((magnitude - now[side].begin) >> shifts[side])], 1u);
         });
         if (tid < 2) wanted[tid][0] = now[tid].rank;
         __syncthreads();
-        locate<1>(histogram, kFine, sides, wanted, places, totals);
+        locate<1>(histogram, kExact, sides, wanted, places, totals);
         if (tid < sides && now[tid].end > now[tid].begin) {
             Place place = places[tid][0];
             now[tid].begin += u32(place.bucket) << shifts[tid];
@@ -551,8 +566,20 @@ __device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int 
         atomicAdd(counts_of(t, side) + position / kTile, one);
         atomicAdd(group_counts_of(t, side) + position / (kTile * kGroup), one);
         if (magnitude == kth) return;
-        atomicAdd(&of_exponents[side][exponent], u64((magnitude & 0x7fffff) | (exponent ? 0x800000u : 0)));
+        u64 mantissa = (magnitude & 0x7fffff) | (exponent ? 0x800000u : 0);
+        if (exponent != kth >> 23) {
+            atomicAdd(&of_exponents[side][exponent], mantissa);
+        } else if (side) {
+            of_kth[1] += mantissa;
+        } else {
+            of_kth[0] += mantissa;
+        }
     });
+    for (int side = 0; side < 2; side++) {
+        u64 sum = of_kth[side];
+        for (int by = 16; by; by >>= 1) sum += __shfl_xor_sync(~0u, sum, by);
+        if (!(tid & 31) && sum) atomicAdd(&of_exponents[side][now[side].begin >> 23 & 255], sum);
+    }
     __threadfence();
     __syncthreads();
     double of_sides[2] = {0, 0};
@@ -567,8 +594,8 @@ __device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int 
 // How many of each tile's candidates are sent, one warp for each tile; the last group finds the k-th magnitude, and
 // decides on the side and on the one magnitude of SBC and STC. Its sum is not in the order of docs/wire-format.md but
 // always in the same one: in fp64 hardly any of these sums is rounded at all, and decoders need not know.
-extern "C" __global__ void __launch_bounds__(kTallied) tally(Job* job, const Where* groups) {
-    __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFine];
+extern "C" __global__ void __launch_bounds__(kTallied, 3) tally(Job* job, const Where* groups) {
+    __shared__ __attribute__((aligned(16))) u32 histogram[2 * kExact];
     __shared__ Range ranges[2];
     __shared__ u64 tile_counts[2][kGroup];
     __shared__ double tile_sums[2][kGroup], doubt_sums[2];
@@ -586,15 +613,15 @@ extern "C" __global__ void __launch_bounds__(kTallied) tally(Job* job, const Whe
     u32 greater[2] = {0, 0};
     double sum[2] = {0, 0};
     Range of_sides[2] = {ranges[0], ranges[1]};
-    for (u32 base = 0; base < tile.found; base += 128) {
-        u32 bits[4];
+    for (u32 base = 0; base < tile.found; base += 32 * kRows) {
+        u32 bits[kRows];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < kRows; j++) {
             u32 c = base + j * 32 + lane;
             bits[j] = c < tile.found ? values[c] : 0;
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < kRows; j++) {
             u32 magnitude = bits[j] & kMagnitude;
             bool other = sides == 2 && bits[j] >> 31;
             bool above = magnitude && magnitude >= (other ? of_sides[1].end : of_sides[0].end);
@@ -651,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(kTallied) tally(Job* job, const Whe
 }
 
 // Positions, values and the new error memory, one warp for each tile. The sign stands above the 31 bits of a position.
-extern "C" __global__ void __launch_bounds__(kTallied) send_chosen(Job* job, const Where* groups) {
+extern "C" __global__ void __launch_bounds__(kTallied, 3) send_chosen(Job* job, const Where* groups) {
     Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     const Selection& s = selection_of(t);
@@ -671,16 +698,16 @@ extern "C" __global__ void __launch_bounds__(kTallied) send_chosen(Job* job, con
     before = __shfl_sync(~0u, before, 0) + group_counts_of(t, int(side))[where.index];
     u32 equal = u32(before), at = u32(before >> 32) + (equal < ties ? equal : ties);
     float one = received(s.value, dtype);
-    for (u32 base = 0; base < tile.found; base += 128) {
-        u32 loaded[4], places[4];
+    for (u32 base = 0; base < tile.found; base += 32 * kRows) {
+        u32 loaded[kRows], places[kRows];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < kRows; j++) {
             u32 c = base + j * 32 + lane;
             loaded[j] = c < tile.found ? values[c] : 0;
             places[j] = c < tile.found ? positions[c] : 0;
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < kRows; j++) {
             u32 bits = loaded[j], magnitude = bits & kMagnitude, position = places[j];
             bool mine = magnitude && (sides == 1 || bits >> 31 == side);
             u32 equals = __ballot_sync(~0u, mine && magnitude == kth);
