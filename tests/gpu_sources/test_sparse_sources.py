@@ -167,6 +167,25 @@ def test_a_sample_of_the_largest_alone(spec: str) -> None:
     check(codec, tensor, frames[0])
 
 
+@pytest.mark.parametrize("spec", ["topk", "sbc", "stc"])
+def test_a_sample_that_meets_none_of_the_largest(spec: str) -> None:
+    """The k-th magnitude is larger than the sample lets expect, once with many that are equal to it."""
+    codec, count = gradwire.codec(spec), 400001
+    sampled = torch.zeros(count, dtype=torch.bool)
+    stratum = count // 4096
+    for run in range(4096):
+        start = run * stratum + mix(run) % (stratum - 3)
+        sampled[start : start + 4] = True
+    places = (~sampled).nonzero().view(-1)[:300000:20]
+    for many in (False, True):
+        gradient = numbers(count, 2)
+        gradient[places] = torch.where(gradient[places] < 0, -1e4, 1e4) if many else gradient[places] * 1e4
+        tensor = TensorTask(gradient, None, torch.empty(count))
+        frames, _ = encode(codec, [tensor])
+        assert frames is not None
+        check(codec, tensor, frames[0])
+
+
 def mix(x: int) -> int:
     """Mix the bits of a number, as docs/wire-format.md defines it."""
     x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF

@@ -513,25 +513,39 @@ __device__ __forceinline__ void for_doubts(const Tensor& t, const Selection& s, 
     }
 }
 
-// The exact k-th magnitude of each side, among those in `ranges`; then counts of tiles and groups are complete, and
-// `sums` gets the sum of what is sent of those in doubt, but for those equal to the k-th. These sums are exact: they are
-// made of integers, one for each exponent. By one block.
-__device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int sides, const Range* ranges,
-                           u32* histogram, double* sums) {
-    __shared__ Range now[2];
+// The exact k-th magnitudes where no thread has more than one candidate in doubt: each counts those that are larger.
+__device__ void compare_doubts(const Doubt* doubts, u32 count, int sides, Range* now) {
+    __shared__ u32 all[kTallied];
+    u32 tid = threadIdx.x, mine = tid < count ? doubts[tid].bits : 0, larger = 0, equal = 0;
+    all[tid] = mine;
+    __syncthreads();
+    u32 sign = sides == 2 ? ~kMagnitude : 0, magnitude = mine & kMagnitude;
+#pragma unroll 8
+    for (u32 i = 0; i < count; i++) {
+        u32 other = all[i];
+        bool same = !((other ^ mine) & sign);
+        larger += same && (other & kMagnitude) > magnitude;
+        equal += same && (other & kMagnitude) == magnitude;
+    }
+    int side = sides == 2 ? int(mine >> 31) : 0;
+    u32 rank = now[side].rank;
+    __syncthreads();
+    if (mine && larger < rank && rank <= larger + equal)
+        now[side].begin = magnitude, now[side].end = magnitude + 1, now[side].rank = rank - larger;
+    __syncthreads();
+}
+
+// The exact k-th magnitude of each side, among those in `now`, bits after bits.
+__device__ void narrow_doubts(const Tensor& t, const Selection& s, const Plan& plan, int sides, Range* now,
+                              u32* histogram) {
     __shared__ Place places[2][1];
     __shared__ u32 wanted[2][1];
-    __shared__ u64 of_exponents[2][256];
     int tid = threadIdx.x;
-    u64 of_kth[2] = {0, 0};  // of the exponent that nearly all of them have
-    if (tid < 2) now[tid] = ranges[tid];
-    for (int b = tid; b < 512; b += blockDim.x) of_exponents[b >> 8][b & 255] = 0;
-    __syncthreads();
     while (now[0].end - now[0].begin > 1 || now[1].end - now[1].begin > 1) {
         u32 shifts[2] = {0, 0}, totals[2];
         for (int side = 0; side < 2; side++)
-            while ((now[side].end - now[side].begin - 1) >> shifts[side] >= u32(kExact) &&
-                   now[side].end > now[side].begin)
+            while (now[side].end > now[side].begin &&
+                   (now[side].end - now[side].begin - 1) >> shifts[side] >= u32(kExact))
                 shifts[side]++;
         for (int b = tid; b < 2 * kExact; b += blockDim.x) histogram[b] = 0;
         __syncthreads();
@@ -553,11 +567,23 @@ __device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int 
         }
         __syncthreads();
     }
-    if (tid < 2) {
-        bool open = ranges[tid].end > ranges[tid].begin;
-        s.kth[tid] = now[tid].begin;  // 0 or ~0 where all or none of the candidates are sent
-        s.ties[tid] = open ? now[tid].rank : 0;
-    }
+}
+
+// The exact k-th magnitude of each side, among those in `ranges`, is in `now` then, and counts of tiles and groups are
+// complete. `sums` gets the sum of what is sent of those in doubt, but for those equal to the k-th. These sums are exact:
+// they are made of integers, one for each exponent. By one block.
+__device__ void end_doubts(const Tensor& t, const Selection& s, const Plan& plan, int sides, const Range* ranges,
+                           Range* now, u32* histogram, double* sums) {
+    __shared__ u64 of_exponents[2][256];
+    int tid = threadIdx.x;
+    u64 of_kth[2] = {0, 0};  // of the exponent that nearly all of them have
+    if (tid < 2) now[tid] = ranges[tid];
+    for (int b = tid; b < 512; b += blockDim.x) of_exponents[b >> 8][b & 255] = 0;
+    __syncthreads();
+    if (s.doubts <= u32(kTallied))
+        compare_doubts(array_at<Doubt>(t, plan.doubts), s.doubts, sides, now);
+    else
+        narrow_doubts(t, s, plan, sides, now, histogram);
     for_doubts(t, s, plan, [&](u32 bits, u32 position) {
         int side = sides == 2 ? int(bits >> 31) : 0;
         u32 magnitude = bits & kMagnitude, exponent = magnitude >> 23, kth = now[side].begin;
@@ -589,6 +615,39 @@ __device__ void end_doubts(const Tensor& t, Selection& s, const Plan& plan, int 
     block_sums<2>(of_sides, sums);
 }
 
+// What the groups before each one count, of both sides at once, half of a block each; `totals` and `sums` get the sums.
+__device__ void scan_groups(const Tensor& t, int sides, u64* totals, double* sums) {
+    const int kSide = kTallied / 2;
+    __shared__ u64 counts_of_warps[kTallied / 32];
+    __shared__ double sums_of_warps[kTallied / 32];
+    int side = int(threadIdx.x) / kSide, id = int(threadIdx.x) % kSide, warp = int(threadIdx.x) >> 5;
+    int groups = side < sides ? groups_of(t) : 0, per = (groups + kSide - 1) / kSide;
+    int begin = per * id, end = begin + per < groups ? begin + per : groups;
+    u64 *counted = group_counts_of(t, side), count = 0;
+    const double* of_groups = sums_of(t, side);
+    double sum = 0;
+#pragma unroll 4
+    for (int i = begin; i < end; i++) count += counted[i], sum += of_groups[i];
+    u64 upto = warp_scan(count);
+    sum = warp_sum(sum);
+    if ((threadIdx.x & 31) == 31) counts_of_warps[warp] = upto, sums_of_warps[warp] = sum;
+    __syncthreads();
+    u64 before = upto - count, total = 0;
+    sum = 0;
+    for (int w = side * (kSide / 32); w < (side + 1) * (kSide / 32); w++) {
+        if (w < warp) before += counts_of_warps[w];
+        total += counts_of_warps[w];
+        sum += sums_of_warps[w];
+    }
+    for (int i = begin; i < end; i++) {
+        u64 here = counted[i];
+        counted[i] = before;
+        before += here;
+    }
+    if (!id) totals[side] = total, sums[side] = sum;
+    __syncthreads();
+}
+
 // ── what is sent ──────────────────────────────────────────────────────────────────────────────────
 
 // How many of each tile's candidates are sent, one warp for each tile; the last group finds the k-th magnitude, and
@@ -598,7 +657,9 @@ extern "C" __global__ void __launch_bounds__(kTallied, 3) tally(Job* job, const 
     __shared__ __attribute__((aligned(16))) u32 histogram[2 * kExact];
     __shared__ Range ranges[2];
     __shared__ u64 tile_counts[2][kGroup];
-    __shared__ double tile_sums[2][kGroup], doubt_sums[2];
+    __shared__ double tile_sums[2][kGroup], doubt_sums[2], sums[2];
+    __shared__ Range kth[2];
+    __shared__ u64 totals[2];
     Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Selection& s = selection_of(t);
@@ -652,25 +713,21 @@ extern "C" __global__ void __launch_bounds__(kTallied, 3) tally(Job* job, const 
         sums_of(t, threadIdx.x)[where.index] = x;
     }
     if (!last_block(&job->fits[where.item].tiles_done, groups_of(t))) return;
-    end_doubts(t, s, plan, sides, ranges, histogram, doubt_sums);
+    end_doubts(t, s, plan, sides, ranges, kth, histogram, doubt_sums);
+    scan_groups(t, sides, totals, sums);
+    if (threadIdx.x) return;
+    job->fits[where.item].tiles_done = 0;
     u64 sent[2] = {0, 0};
     double mean[2] = {0, 0};
     for (int side = 0; side < sides; side++) {
-        u64* counted = group_counts_of(t, side);
-        sent[side] = scan_items(groups_of(t), [&](i64 i) { return counted[i]; }, [&](i64 i, u64 before) {
-            counted[i] = before;
-        }) >> 32;
-        sent[side] += s.ties[side];
-        double x = 0;
-        for (i64 i = threadIdx.x; i < groups_of(t); i += blockDim.x) x += sums_of(t, side)[i];
-        x = block_sum(x);
-        if (!threadIdx.x && sent[side])
-            mean[side] = (x + doubt_sums[side] +
-                          double(s.ties[side]) * double(__uint_as_float(s.ties[side] ? s.kth[side] : 0))) /
-                         double(sent[side]);
+        bool open = ranges[side].end > ranges[side].begin;
+        u32 ties = open ? kth[side].rank : 0;
+        sent[side] = (totals[side] >> 32) + ties;
+        double tied = open ? double(ties) * double(__uint_as_float(kth[side].begin)) : 0.0;
+        if (sent[side]) mean[side] = (sums[side] + doubt_sums[side] + tied) / double(sent[side]);
+        s.kth[side] = kth[side].begin;  // 0 or ~0 where all or none of the candidates are sent
+        s.ties[side] = ties;
     }
-    if (threadIdx.x) return;
-    job->fits[where.item].tiles_done = 0;
     int side = sides == 2 && mean[1] > mean[0];
     s.side = u32(side);
     s.sent = u32(sent[side]);
