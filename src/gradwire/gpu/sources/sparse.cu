@@ -201,7 +201,7 @@ __device__ __forceinline__ void load_rows(const Tensor& t, i64 first, i64 end, b
 
 const int kWarps = 8;  // of a block of `gather`
 // Candidates of a tile that are put in order in shared memory; if there are more, they are not.
-const int kStaged = 1280;
+const int kStaged = 2048;
 
 // The one pass over all entries: u, and the candidates of each tile, in order of position. Tiles get their room in the
 // order in which they come to it; what follows goes through the tiles in their own order, so that no result depends on it.
