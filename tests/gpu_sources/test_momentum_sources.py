@@ -60,7 +60,8 @@ def test_means_become_velocities_in_place(dtype: torch.dtype) -> None:
         with cuda_on_cpu():
             MomentumOfMessages(ours).accelerate(list(means.items()))
         assert all(torch.equal(means[name], want[name]) for name in means)
-        ours.commit(), torchs.commit()
+        for memories in (ours, torchs):
+            memories.commit()
 
 
 def test_buffers_are_used_again() -> None:
@@ -105,7 +106,8 @@ def test_masks_are_what_was_sent(whole: bool) -> None:
         torchs.note_sent(name, is_sent, lo)
     with cuda_on_cpu():
         momentum.note_sent(sent)
-    ours.commit(), torchs.commit()
+    for memories in (ours, torchs):
+        memories.commit()
     assert all(torch.equal(v, torchs.velocity.memory[name]) for name, v in ours.velocity.memory.items())
 
 

@@ -206,6 +206,22 @@ def test_many_tensors_and_codecs_in_one_message() -> None:
                 check(codec, tensor, frame)
 
 
+def test_few_layouts_in_a_warm_up() -> None:
+    """In every step another number of entries is sent."""
+    encoder, decoder, tensor = MessageEncoder(DEVICE), MessageDecoder(DEVICE), with_memory(numbers(30000))
+    for step in range(20):
+        codec = gradwire.codec(f"topk:p={0.1 * 0.98**step:.3g}")
+        frames, _ = encode(codec, [tensor], encoder=encoder)
+        assert frames is not None
+        want = check(codec, tensor, frames[0])
+        target = FrameTarget(codec.converter, [torch.full((30000,), float("nan"))])
+        message = torch.frombuffer(bytearray(frames[0]), dtype=torch.uint8)
+        assert decoder.average([target], [message], [[True]], 1.0).wait()
+        assert torch.equal(target.tensors[0], want)
+    assert 1 < len(encoder._layouts) < 5
+    assert 1 < len(decoder._layouts) < 5
+
+
 def test_the_same_bytes_again_in_memory_that_was_used_for_others() -> None:
     encoder, codec = MessageEncoder(DEVICE), gradwire.codec("stc")
     tensor, other = with_memory(numbers(30000)), with_memory(numbers(100000, 4, 1e5))

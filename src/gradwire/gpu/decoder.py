@@ -99,11 +99,13 @@ class MessageDecoder:
         kind = (
             key,
             flags,
-            *((id(f.converter), f.dtype, f.tensors[0].dtype, tuple(t.numel() for t in f.tensors)) for f in frames),
+            *(
+                (_alike(f, family), f.dtype, f.tensors[0].dtype, tuple(t.numel() for t in f.tensors))
+                for f, family in zip(frames, families, strict=True)
+            ),
         )
         layout = self._layouts.get(kind)
         if layout is None:
-            assert all(family is not None for family in families), "the caller has asked can_encode"
             make_room(self._layouts)
             layout = self._layouts[kind] = DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
         layout.prepare(frames, messages, weight, adds)
@@ -270,6 +272,11 @@ class DecodeLayout:
 
     def _start(self, name: str, blocks: int, threads: int, arguments: Arguments) -> None:
         programs.kernel("decoding", name, self.device)(blocks, threads, arguments)
+
+
+def _alike(frame: FrameTarget, family: Family | None) -> Hashable:
+    assert family is not None, "the caller has asked can_encode"
+    return family.alike(frame.converter, sum(t.numel() for t in frame.tensors))
 
 
 @functools.cache

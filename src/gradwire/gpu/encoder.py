@@ -78,7 +78,8 @@ class MessageEncoder:
         self.device, self.workspace = device, Workspace(device)
         self._layouts: dict[tuple[object, ...], MessageLayout] = {}
         self._formats: dict[int, int] = {}
-        self._kept: dict[int, tuple[Converter, torch.Tensor]] = {}
+        self._kept: dict[int, Converter] = {}
+        self._records: dict[bytes, torch.Tensor] = {}  # what kernels have to know of converters, by content
 
     def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> PendingMessage:
         """Write the frames of these tasks to the front of `out`, one after the other, and update their memories."""
@@ -93,8 +94,13 @@ class MessageEncoder:
         kind = (
             key,
             *(
-                (id(task.converter), task.shape, task.dtype, tuple(t.gradient.numel() for t in task.tensors))
-                for task in tasks
+                (
+                    family.alike(task.converter, task.count),
+                    task.shape,
+                    task.dtype,
+                    tuple(t.gradient.numel() for t in task.tensors),
+                )
+                for task, family in zip(tasks, families, strict=True)
             ),
         )
         layout = self._layouts.get(kind)
@@ -123,7 +129,10 @@ class MessageEncoder:
         family = family_of(converter)
         assert family is not None, "the caller has asked can_encode"
         if id(converter) not in self._formats:
-            record = torch.from_numpy(family.format(converter).copy()).to(self.device)
-            self._kept[id(converter)] = converter, record  # so that no other converter gets this id
+            content = family.format(converter)
+            record = self._records.get(content.tobytes())
+            if record is None:
+                record = self._records[content.tobytes()] = torch.from_numpy(content.copy()).to(self.device)
+            self._kept[id(converter)] = converter  # so that no other converter gets this id
             self._formats[id(converter)] = record.data_ptr()
         return family

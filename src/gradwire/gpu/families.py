@@ -7,7 +7,7 @@ To bring another family to the GPU, write a file with a `Family` here and source
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -153,6 +153,14 @@ class Family(ABC):
 
     combines = ("combine", "combine")  # program and kernel that make the mean of the frames of all ranks
     unpacks: tuple[Unpack, ...] = ()  # kernels that come before it, for all frames of all ranks
+
+    def alike(self, converter: Converter, count: int) -> Hashable:
+        """Return what layouts of messages depend on beside shapes: the same for converters that may share a layout."""
+        return id(converter)
+
+    def told(self, task: FrameTask) -> int:
+        """Return 64 bits that kernels are told with each tensor of the task, in every message (`Tensor.seed`)."""
+        return task.seed
 
     def arrival(self, converter: Converter, lengths: Sequence[int]) -> np.ndarray | None:
         """Return what kernels have to know of a frame with tensors of these lengths to decode it, as bytes."""

@@ -73,7 +73,7 @@ class MessageLayout:
         self, tasks: Sequence[FrameTask], families: Sequence[Family], workspace: Workspace, formats: dict[int, int]
     ):
         self.workspace, self.device = workspace, workspace.device
-        self._formats = formats
+        self._formats, self._families = formats, list(families)
         self._describe(tasks, families)
         self._version = -1
 
@@ -269,10 +269,11 @@ class MessageLayout:
         """Tell the device where the tensors of this step are, and where the message goes."""
         if self._version != self.workspace.version:
             self._place(tasks)
+        told_of_tasks = [family.told(task) for task, family in zip(tasks, self._families, strict=True)]
         rows = [
             (t.gradient.data_ptr(), t.before.data_ptr() if t.before is not None else 0,
-             t.after.data_ptr() if t.after is not None else 0, task.decay * t.factor, task.seed & 0xFFFFFFFFFFFFFFFF)
-            for task in tasks for t in task.tensors
+             t.after.data_ptr() if t.after is not None else 0, task.decay * t.factor, told & 0xFFFFFFFFFFFFFFFF)
+            for task, told in zip(tasks, told_of_tasks, strict=True) for t in task.tensors
         ]  # fmt: skip
         for name, column in zip(("gradient", "before", "after", "decay", "seed"), zip(*rows, strict=True), strict=True):
             self.tensors[name] = column

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Hashable
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ FORMAT = np.dtype([("kind", "i4"), ("sides", "i4")])
 ARRAYS = (
     "parts", "tiles", "counts", "group_counts", "sums", "doubts", "chunks", "values", "positions", "sent",
 )  # fmt: skip
-PLAN = np.dtype([("k", "i8"), ("room", "i8"), ("doubtful", "i8"), *((name, "u8") for name in ARRAYS)])
+PLAN = np.dtype([("room", "i8"), ("doubtful", "i8"), *((name, "u8") for name in ARRAYS)])
 SELECTION = 4 * (26 + 2 + 128 + 2 * 512)  # bytes of the structure of that name in sources/sparse.h
 TILE_RECORD, COUNT, DOUBT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 8, 24, 2048, 4096
 SPARSE_TILE = 4096  # entries of a tile of these kernels
@@ -52,7 +54,7 @@ class SparseFamily(Family):
         converter, elements = task.converter, task.count
         assert isinstance(converter, Sparse)
         assert len(task.tensors) == 1, "sparse frames have no segments"
-        k = (converter.count(elements) or 0) if elements <= MOST else 0
+        k = _room_for(_count(converter, elements), elements)
         plan, scratch = _plan(k, elements, _sides(converter))
         kind = _kind(converter)
         values = k * BYTES[kind] if kind in BYTES else 4 + 4 * -(-k // 32) if kind == ONE_MAGNITUDE else 4
@@ -62,15 +64,23 @@ class SparseFamily(Family):
         pieces: list[Bytes | int] = [head, ~0, 0, low, Bytes(most=values)]
         return FramePieces(SPARSE, 0, pieces, [stream], [scratch])
 
+    def alike(self, converter: Converter, count: int) -> Hashable:
+        """Return how values travel, and room for entries: in a warm-up, their number is another in every step."""
+        assert isinstance(converter, Sparse)
+        return SPARSE, _kind(converter), _sides(converter), _room_for(_count(converter, count), count)
+
+    def told(self, task: FrameTask) -> int:
+        """Return how many entries are sent at most."""
+        return _count(task.converter, task.count)
+
     def format(self, converter: Converter) -> np.ndarray:
         """Return how values travel, and whether both signs are looked at apart."""
         assert isinstance(converter, Sparse)
         return np.array([(_kind(converter), _sides(converter))], FORMAT).view(np.uint8)
 
     def room_to_decode(self, converter: Converter, count: int) -> tuple[int, int]:
-        """Return how many entries a frame sends at most, and room for their positions and values."""
-        assert isinstance(converter, Sparse)
-        k = converter.count(count) or 0
+        """Return how many entries a frame may send, and room for their positions and values."""
+        k = _room_for(_count(converter, count), count)
         return k, 64 + 16 * -(-k // CHUNK) + 8 * k + 4 * (-(-count // COMBINED) + 1)
 
     def convert(self, batch: Batch) -> None:
@@ -95,6 +105,21 @@ def mask_sent(batch: Batch, velocities: torch.Tensor) -> None:
     programs.kernel("sparse_gaps", "mask_sent", batch.device)(batch.group_count, 256, arguments)
 
 
+@functools.lru_cache(maxsize=4096)
+def _count(converter: Converter, elements: int) -> int:
+    assert isinstance(converter, Sparse)
+    return (converter.count(elements) or 0) if elements <= MOST else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _room_for(k: int, elements: int) -> int:
+    """Return room for k entries or up to a quarter more: one of few numbers, so that few layouts are made."""
+    room = 1.0
+    while room < k:
+        room *= 1.25
+    return min(math.ceil(room), elements) if k else 0
+
+
 def _kind(converter: Sparse) -> int:
     if isinstance(converter, TopK):
         assert converter.cast is not None
@@ -117,7 +142,7 @@ def _plan(k: int, elements: int, sides: int) -> tuple[np.ndarray, int]:
         COUNT * sides * groups, DOUBT * doubtful, CHUNK_RECORD * chunks, 4 * room, 4 * room, 4 * k,
     )  # fmt: skip
     plan, at = np.zeros(1, PLAN), -(-SELECTION // 16) * 16
-    plan["k"], plan["room"], plan["doubtful"] = k, room, doubtful
+    plan["room"], plan["doubtful"] = room, doubtful
     for name, size in zip(ARRAYS, sizes, strict=True):
         plan[name] = at
         at += -(-size // 16) * 16

@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(1024) sample(Job* job, const Where*
         for (int j = 0; j < 4; j++) histogram[4 * b + j] = sums[j];
     }
     // Half as many more as needed where they are few, since these cost little and starting over costs much.
-    double expected = double(plan.k), most = expected, fewest = expected;
+    double expected = double(wanted_of(t)), most = expected, fewest = expected;
     if (!all) {
         expected *= double(kSampled) / double(t.count);
         double margin = (expected < kSampled / 50 ? expected : kSampled / 50) / 2 + 6 * sqrt(expected);
@@ -326,7 +326,7 @@ __device__ __noinline__ void start_over(const Tensor& t, Selection& s, const Pla
             }
         }
         __syncthreads();
-        settle(s, sides, level, histogram, plan.k);
+        settle(s, sides, level, histogram, wanted_of(t));
     }
     Tile* tiles = array_at<Tile>(t, plan.tiles);
     for (int tile = warp; tile < tiles_of(t); tile += warps) {
@@ -389,11 +389,11 @@ __device__ __noinline__ void start_over(const Tensor& t, Selection& s, const Pla
     }
 }
 
-__device__ __forceinline__ bool is_misled(const Selection& s, const Plan& plan, int sides) {
+__device__ __forceinline__ bool is_misled(const Selection& s, const Plan& plan, int sides, i64 k) {
     i64 negative = s.negative, positive = i64(s.found) - negative;
     if (i64(s.found) > plan.room) return true;
-    if (sides == 1) return s.least[0] > 1 && i64(s.found) < plan.k;
-    return (s.least[0] > 1 && positive < plan.k) || (s.least[1] > 1 && negative < plan.k);
+    if (sides == 1) return s.least[0] > 1 && i64(s.found) < k;
+    return (s.least[0] > 1 && positive < k) || (s.least[1] > 1 && negative < k);
 }
 
 const int kCounted = 4096;  // candidates that a block counts at a time
@@ -409,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(1024) count_candidates(Job* job, co
     int sides = format_of(t).sides;
     i64 found = s.found, first = i64(where.index) * kCounted;
     if (where.index && first >= found) return;
-    bool misled = is_misled(s, plan, sides);
+    bool misled = is_misled(s, plan, sides, wanted_of(t));
     __syncthreads();  // so that all threads have seen the same
     if (misled) {
         if (!where.index) start_over(t, s, plan, sides, histogram);
@@ -670,7 +670,7 @@ extern "C" __global__ void __launch_bounds__(kTallied, 3) tally(Job* job, const 
     if (index < tiles_of(t)) tile = array_at<Tile>(t, plan.tiles)[index];
     const u32 *values = array_at<u32>(t, plan.values) + tile.start, *positions = array_at<u32>(t, plan.positions);
     Doubt* doubts = array_at<Doubt>(t, plan.doubts);
-    find_ranges(s, sides, plan.k, ranges);
+    find_ranges(s, sides, wanted_of(t), ranges);
     u32 greater[2] = {0, 0};
     double sum[2] = {0, 0};
     Range of_sides[2] = {ranges[0], ranges[1]};

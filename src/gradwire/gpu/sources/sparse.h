@@ -21,7 +21,7 @@ struct Format {  // of `Tensor.format`
 };
 
 struct Plan {  // at `Tensor.step_at`: what the host knows about the tensor
-    i64 k, room, doubtful;  // entries to send at most; candidates, and doubtful ones of them, that there is room for
+    i64 room, doubtful;  // candidates, and doubtful ones of them, that there is room for
     u64 parts, tiles, counts, group_counts, sums, doubts, chunks, values, positions, sent;  // arrays in `Tensor.own`
 };
 
@@ -56,6 +56,8 @@ struct Selection {  // at `Tensor.own`; of each side, the positive entries (or a
 
 __device__ __forceinline__ Selection& selection_of(const Tensor& t) { return *static_cast<Selection*>(t.own); }
 __device__ __forceinline__ const Plan& plan_of(const Tensor& t) { return *reinterpret_cast<const Plan*>(t.step_at); }
+// Entries to send at most: in a warm-up, another number in every message.
+__device__ __forceinline__ i64 wanted_of(const Tensor& t) { return i64(t.seed); }
 __device__ __forceinline__ const Format& format_of(const Tensor& t) { return *static_cast<const Format*>(t.format); }
 template <typename T>
 __device__ __forceinline__ T* array_at(const Tensor& t, u64 offset) {
