@@ -18,6 +18,7 @@ from gradwire.convert.conversion import Converter
 from gradwire.cuda_runtime import programs
 from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.frame.byte_fields import varint
+from gradwire.gpu.structures import PART, SAMPLE
 
 RAW, RANS = 0, 3
 ONE = b"\x80\x3f"  # as bf16: the step of tensors that are zero everywhere
@@ -161,6 +162,10 @@ class Family(ABC):
     def told(self, task: FrameTask) -> int:
         """Return 64 bits that kernels are told with each tensor of the task, in every message (`Tensor.seed`)."""
         return task.seed
+
+    def parts(self, count: int) -> int:
+        """Return how many blocks look at the sample of a tensor with so many entries."""
+        return -(-min(count, SAMPLE) // PART)
 
     def arrival(self, converter: Converter, lengths: Sequence[int]) -> np.ndarray | None:
         """Return what kernels have to know of a frame with tensors of these lengths to decode it, as bytes."""

@@ -22,7 +22,6 @@ from gradwire.gpu.structures import (
     GROUP,
     JOB,
     LENGTH,
-    PART,
     SAMPLE,
     SLAB,
     STATUS,
@@ -98,7 +97,7 @@ class MessageLayout:
             for k, t in enumerate(task.tensors):
                 row, count = self.tensors[tensor], t.gradient.numel()
                 row["count"], row["first"], row["frame"], row["stream"] = count, symbol, i, stream
-                row["dtype"], row["parts"] = DTYPES[task.dtype], -(-min(count, SAMPLE) // PART)
+                row["dtype"], row["parts"] = DTYPES[task.dtype], family.parts(count)
                 row["tiles"], row["first_part"], row["first_tile"] = -(-count // TILE), part, tile
                 self._own.append(description.own[k] if description.own else 0)
                 self._places.setdefault(family, []).append(tensor)

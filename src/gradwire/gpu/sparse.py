@@ -28,6 +28,7 @@ ARRAYS = (
 PLAN = np.dtype([("room", "i8"), ("doubtful", "i8"), *((name, "u8") for name in ARRAYS)])
 SELECTION = 4 * (26 + 2 + 128 + 2 * 512)  # bytes of the structure of that name in sources/sparse.h
 TILE_RECORD, COUNT, DOUBT, CHUNK_RECORD, CHUNK, BUCKETS = 8, 8, 8, 24, 2048, 4096
+SAMPLED = 16384  # entries of the sample of a tensor with more than SAMPLE
 SPARSE_TILE = 4096  # entries of a tile of these kernels
 HEAD = 16  # room for the number of entries, how they travel, and how many classes an octave has
 MOST = 2**31 - 1  # entries of a tensor; larger ones are left to the host
@@ -64,6 +65,10 @@ class SparseFamily(Family):
         pieces: list[Bytes | int] = [head, ~0, 0, low, Bytes(most=values)]
         return FramePieces(SPARSE, 0, pieces, [stream], [scratch])
 
+    def parts(self, count: int) -> int:
+        """Return how many blocks look at the sample: of large tensors it is a smaller one than others take."""
+        return _parts(count)
+
     def alike(self, converter: Converter, count: int) -> Hashable:
         """Return how values travel, and room for entries: in a warm-up, their number is another in every step."""
         assert isinstance(converter, Sparse)
@@ -88,7 +93,7 @@ class SparseFamily(Family):
         batch.launch_parts("sparse", "sample", 1024)
         gather = programs.kernel("sparse", "gather", batch.device)
         gather(batch.tile_count * TILE // SPARSE_TILE, 256, batch.on_tiles)
-        batch.launch_parts("sparse", "count_candidates", 1024)
+        batch.launch_groups("sparse", "count_candidates", 512)
         batch.launch_groups("sparse", "tally", 512)
         batch.launch_groups("sparse", "send_chosen", 512)
         batch.launch_groups("sparse_gaps", "count_gaps")
@@ -120,6 +125,10 @@ def _room_for(k: int, elements: int) -> int:
     return min(math.ceil(room), elements) if k else 0
 
 
+def _parts(elements: int) -> int:
+    return -(-elements // PART) if elements <= SAMPLE else SAMPLED // PART
+
+
 def _kind(converter: Sparse) -> int:
     if isinstance(converter, TopK):
         assert converter.cast is not None
@@ -135,7 +144,7 @@ def _plan(k: int, elements: int, sides: int) -> tuple[np.ndarray, int]:
     """Return where a tensor's arrays are in its scratch, and how much of it there is."""
     expected = sides * (k + min(k, elements // 50))
     room = min(elements, 2 * expected + SMALL_EXTRA)
-    parts, tiles = -(-min(elements, SAMPLE) // PART), -(-elements // SPARSE_TILE)
+    parts, tiles = _parts(elements), -(-elements // SPARSE_TILE)
     chunks, groups, doubtful = -(-k // CHUNK), -(-elements // (TILE * GROUP)), min(room, elements // 128 + 4096)
     sizes = (
         2 * BUCKETS * sides * parts, TILE_RECORD * tiles, COUNT * sides * tiles, COUNT * sides * groups,

@@ -94,8 +94,6 @@ extern "C" __global__ void __launch_bounds__(1024) sample(Job* job, const Where*
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     bool all = t.count <= kSample;
-    int part_count = all ? t.parts : kSampled / kPart;
-    if (where.index >= part_count) return;
     Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     int sides = format_of(t).sides, tid = threadIdx.x, width = sides * kFirst;
@@ -117,11 +115,11 @@ extern "C" __global__ void __launch_bounds__(1024) sample(Job* job, const Where*
         for (int j = 0; j < 4; j++) four |= u64(histogram[4 * b + j]) << 16 * j;
         rows[i64(where.index) * (width / 4) + b] = four;
     }
-    if (!last_block(&job->fits[where.item].parts_done, u32(part_count))) return;
+    if (!last_block(&job->fits[where.item].parts_done, t.parts)) return;
     for (int b = tid; b < width / 4; b += blockDim.x) {
         u32 sums[4] = {0, 0, 0, 0};
 #pragma unroll 16
-        for (int p = 0; p < part_count; p++) {
+        for (int p = 0; p < t.parts; p++) {
             u64 four = rows[i64(p) * (width / 4) + b];
             for (int j = 0; j < 4; j++) sums[j] += u32(four >> 16 * j) & 65535;
         }
@@ -396,18 +394,20 @@ __device__ __forceinline__ bool is_misled(const Selection& s, const Plan& plan, 
     return (s.least[0] > 1 && positive < k) || (s.least[1] > 1 && negative < k);
 }
 
-const int kCounted = 4096;  // candidates that a block counts at a time
+const int kCounted =
+    16384;  // candidates that a block counts: what it adds to the counts of all costs as much as they do
+const int kCounters = 512;  // its threads
 
 // Counts candidates between the two magnitudes that the k-th is expected between. Other blocks of a tensor whose sample
 // misled may count what is not used.
-extern "C" __global__ void __launch_bounds__(1024) count_candidates(Job* job, const Where* parts) {
+extern "C" __global__ void __launch_bounds__(kCounters) count_candidates(Job* job, const Where* groups) {
     __shared__ __attribute__((aligned(16))) u32 histogram[2 * kFirst];
-    Where where = parts[blockIdx.x];
+    Where where = groups[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     Selection& s = selection_of(t);
     const Plan& plan = plan_of(t);
     int sides = format_of(t).sides;
-    i64 found = s.found, first = i64(where.index) * kCounted;
+    i64 found = i64(s.found) < plan.room ? s.found : plan.room, first = i64(where.index) * kCounted;
     if (where.index && first >= found) return;
     bool misled = is_misled(s, plan, sides, wanted_of(t));
     __syncthreads();  // so that all threads have seen the same
@@ -424,20 +424,23 @@ extern "C" __global__ void __launch_bounds__(1024) count_candidates(Job* job, co
     }
     for (int b = threadIdx.x; b < 2 * kFine; b += blockDim.x) histogram[b] = 0;
     __syncthreads();
-    for (; first < found; first += i64(t.parts) * kCounted) {
-        u32 bits[kCounted / 1024];
+    for (; first < found; first += i64(groups_of(t)) * kCounted) {
+        i64 end = first + kCounted < found ? first + kCounted : found;
+        for (i64 from = first + threadIdx.x; from < end; from += kAhead * kCounters) {
+            u32 bits[kAhead];
 #pragma unroll
-        for (int j = 0; j < kCounted / 1024; j++) {
-            i64 i = first + j * 1024 + threadIdx.x;
-            bits[j] = i < found ? values[i] : kMagnitude;
-        }
+            for (int j = 0; j < kAhead; j++) {
+                i64 i = from + j * kCounters;
+                bits[j] = i < end ? values[i] : kMagnitude;
+            }
 #pragma unroll
-        for (int j = 0; j < kCounted / 1024; j++) {
-            bool other = sides == 2 && bits[j] >> 31;
-            u32 magnitude = bits[j] & kMagnitude;
-            u32 bucket = (magnitude - (other ? base[1] : base[0])) >> (other ? shift[1] : shift[0]);
-            if (magnitude < (other ? upto[1] : upto[0]) && bucket < u32(kFine))
-                atomicAdd(&histogram[(other ? kFine : 0) + bucket], 1u);
+            for (int j = 0; j < kAhead; j++) {
+                bool other = sides == 2 && bits[j] >> 31;
+                u32 magnitude = bits[j] & kMagnitude;
+                u32 bucket = (magnitude - (other ? base[1] : base[0])) >> (other ? shift[1] : shift[0]);
+                if (magnitude < (other ? upto[1] : upto[0]) && bucket < u32(kFine))
+                    atomicAdd(&histogram[(other ? kFine : 0) + bucket], 1u);
+            }
         }
     }
     __syncthreads();
