@@ -94,12 +94,7 @@ class MessageEncoder:
         kind = (
             key,
             *(
-                (
-                    family.alike(task.converter, task.count),
-                    task.shape,
-                    task.dtype,
-                    tuple(t.gradient.numel() for t in task.tensors),
-                )
+                (family.alike(task.converter, task.count), task.shape, task.dtype, task.lengths)
                 for task, family in zip(tasks, families, strict=True)
             ),
         )

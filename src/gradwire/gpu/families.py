@@ -6,6 +6,7 @@ To bring another family to the GPU, write a file with a `Family` here and source
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -51,10 +52,15 @@ class FrameTask:
         """The dtype of the tensors, which is that of the frame."""
         return self.tensors[0].gradient.dtype
 
-    @property
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of entries of each tensor."""
+        return tuple(t.gradient.numel() for t in self.tensors)
+
+    @functools.cached_property
     def count(self) -> int:
         """The number of entries of all tensors."""
-        return sum(t.gradient.numel() for t in self.tensors)
+        return sum(self.lengths)
 
 
 @dataclass

@@ -71,8 +71,7 @@ class SparseFamily(Family):
 
     def alike(self, converter: Converter, count: int) -> Hashable:
         """Return how values travel, and room for entries: in a warm-up, their number is another in every step."""
-        assert isinstance(converter, Sparse)
-        return SPARSE, _kind(converter), _sides(converter), _room_for(_count(converter, count), count)
+        return _alike(converter, count)
 
     def told(self, task: FrameTask) -> int:
         """Return how many entries are sent at most."""
@@ -116,13 +115,18 @@ def _count(converter: Converter, elements: int) -> int:
     return (converter.count(elements) or 0) if elements <= MOST else 0
 
 
-@functools.lru_cache(maxsize=4096)
 def _room_for(k: int, elements: int) -> int:
     """Return room for k entries or up to a quarter more: one of few numbers, so that few layouts are made."""
     room = 1.0
     while room < k:
         room *= 1.25
     return min(math.ceil(room), elements) if k else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _alike(converter: Converter, count: int) -> Hashable:
+    assert isinstance(converter, Sparse)
+    return SPARSE, _kind(converter), _sides(converter), _room_for(_count(converter, count), count)
 
 
 def _parts(elements: int) -> int:
