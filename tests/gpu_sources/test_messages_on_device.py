@@ -76,6 +76,22 @@ def by_local_sgd(rank: int) -> Trained:
     return parameters(model), memory
 
 
+def by_masks(rank: int, nesterov: bool) -> Trained:
+    """Momentum before the exchange, masked where it was sent; of small tensors behind it."""
+    model = DistributedDataParallel(fresh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
+    recipe = "dgc:p=0.1,warmup=2,small=co3"
+    handle = gradwire.ddp.attach(model, recipe, optimizer=optimizer, aggregate="all_gather")
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    velocities = {f"velocity of {name}": v for name, v in handle.state_dict()["velocity"].items()}
+    assert len(velocities) == len(parameters(model.module))
+    assert any(bool((v == 0).any()) for v in velocities.values())
+    return parameters(model.module), {**memories(handle), **velocities}
+
+
 def by_unused(rank: int, way: str, aggregate: str) -> Trained:
     """A parameter has no gradient on one rank, or on both."""
     torch.manual_seed(0)
@@ -187,11 +203,17 @@ SCENARIOS |= {
     f"checkpoint {way} {aggregate}": partial(checkpoints_go_both_ways, way=way, aggregate=aggregate)
     for way, aggregate in zip(("ddp", "data_parallel"), AGGREGATIONS, strict=True)
 }
+SCENARIOS |= {
+    f"masks nesterov={nesterov}": partial(
+        same_as_the_host, training=partial(by_masks, nesterov=nesterov), unattended=True
+    )
+    for nesterov in (False, True)
+}
 SCENARIOS["local_sgd"] = partial(same_as_the_host, training=by_local_sgd)
 QUICK = {
     "ddp all_gather float32", "ddp scatter_reduce bfloat16", "data_parallel scatter_reduce float32",
     "data_parallel all_gather bfloat16", "unused ddp all_gather", "unused data_parallel scatter_reduce",
-    "nan all_gather", "nan scatter_reduce", "checkpoint ddp all_gather", "local_sgd",
+    "nan all_gather", "nan scatter_reduce", "checkpoint ddp all_gather", "local_sgd", "masks nesterov=False",
 }  # fmt: skip
 
 
