@@ -13,10 +13,10 @@ __device__ __forceinline__ u32 crc_byte(u32 crc, u8 byte) {
 
 __device__ __forceinline__ u32 times(u32 a, u32 b) {
     u32 product = 0;
+#pragma unroll
     for (int k = 0; k < 32; k++) {
-        product ^= a & 0x80000000u ? b : 0;
-        a <<= 1;
-        b = b >> 1 ^ (b & 1 ? kPolynomial : 0);
+        product ^= b & u32(int(a << k) >> 31);
+        b = b >> 1 ^ (kPolynomial & u32(int(b << 31) >> 31));
     }
     return product;
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 times_power_by_warp(u32 a, u64 bytes) {
 
 // The nibble n at place p, times x^4096: by which a thread's checksum grows from one of its words to the next, 128 words
 // further on.
-__constant__ u32 kNibbles[8 * 16] = {
+__device__ const u32 kNibbles[8 * 16] = {
     0x00000000u, 0x1072db28u, 0x20e5b650u, 0x30976d78u, 0x41cb6ca0u, 0x51b9b788u, 0x612edaf0u, 0x715c01d8u, 0x8396d940u,
     0x93e40268u, 0xa3736f10u, 0xb301b438u, 0xc25db5e0u, 0xd22f6ec8u, 0xe2b803b0u, 0xf2cad898u, 0x00000000u, 0xdc5cb4c1u,
     0x63c86fc3u, 0xbf94db02u, 0xc790df86u, 0x1bcc6b47u, 0xa458b045u, 0x78040484u, 0x5450b94du, 0x880c0d8cu, 0x3798d68eu,
@@ -68,26 +68,51 @@ __constant__ u32 kNibbles[8 * 16] = {
     0xeade5994u, 0xfb118dbau,
 };
 
+// x^(32·(128 − t)) for thread t: what its last word is multiplied by, as its own and those of the threads behind it are
+// the last of all.
+__device__ const u32 kLast[128] = {
+    0x8e7ea170u, 0xeba0f9aeu, 0x72bdf11eu, 0x1cc717f9u, 0x4f534f3eu, 0xe79239cau, 0xd9e0ef74u, 0x8cd6e113u, 0x8ab14358u,
+    0xa2cb9784u, 0xbc9ed98eu, 0xa263b6c9u, 0x830613d1u, 0xdb18f902u, 0x4f554704u, 0x568695d9u, 0xb34988bbu, 0x66b34d20u,
+    0xb58b1f03u, 0x9a4277eeu, 0x1b6dc110u, 0x7cece3f7u, 0x25bcaae9u, 0x25b80554u, 0x8d8f12afu, 0x7751cae2u, 0xb3223ae9u,
+    0xa87e4002u, 0xa0f5c8a8u, 0x22385622u, 0x060de9b8u, 0xfbca92d8u, 0xb72d2b3cu, 0x6989a1f5u, 0x00a4faf7u, 0x3f576891u,
+    0xc4c8be0au, 0x4dcdede8u, 0x3cd38aedu, 0x8f354ad1u, 0x894eaf8cu, 0x957960adu, 0x25eab73cu, 0xd6ab402bu, 0x6d17bcf2u,
+    0xe389101du, 0x8cd2ef79u, 0x074deae6u, 0x7c69160du, 0x8adc392bu, 0x602c3714u, 0x1958399eu, 0xfda1dcfau, 0x7fb797e1u,
+    0x88525a16u, 0xfb91403cu, 0x08229c67u, 0xd552260cu, 0x7e6d1af6u, 0x53a4f44au, 0x76ad8866u, 0xb134d283u, 0xd3dcf3d3u,
+    0x8aa13bc5u, 0xec447f11u, 0x99168a18u, 0x13e8221eu, 0xed837b26u, 0x8fd2cd3cu, 0xe23e954eu, 0x47b9ce5au, 0xc8acdd81u,
+    0x6b1d2b53u, 0x92f8befeu, 0xd4277e25u, 0xd9ad6d87u, 0x291ea462u, 0xf38a3556u, 0x33fbca3bu, 0xc10ec5e0u, 0x62b6ca4bu,
+    0x974ac562u, 0x82e02e2fu, 0xc0b55b0eu, 0x784d2a56u, 0x855712b3u, 0xe172334du, 0x71aa1df0u, 0x0eaee722u, 0xa5abe9f8u,
+    0x3969324du, 0xfee3053eu, 0xdb54814cu, 0x1fa0943du, 0x3eb2bd08u, 0xf44779b9u, 0xd7bbfe6au, 0xa53ff440u, 0x00cc3374u,
+    0xf5449b3fu, 0x6325605cu, 0xebe7e356u, 0xd777606eu, 0x6f8346e1u, 0xe5b592b8u, 0xc65a272cu, 0xc0b95347u, 0xe3ab4f2au,
+    0x4721589fu, 0x5705a9cau, 0x329ecc11u, 0xaa2215eau, 0x88d14467u, 0xe3720acbu, 0xd95efd26u, 0x1ed8f66eu, 0x15141c31u,
+    0xba1aca03u, 0xa700e96au, 0x78ed02d5u, 0xed627daeu, 0xad2a31b3u, 0x32b39da3u, 0xba8ccbe8u, 0xa06a2517u, 0x6655004fu,
+    0xb1e6b092u, 0xedb88320u,
+};
+
 // The checksum (without inversions) of some bytes, for all threads. By a block of 128 threads, each of which has every
-// 128th word, so that loads are coalesced.
+// 128th word, counted from the end, so that loads are coalesced and all end alike. Zeros in front change nothing.
 __device__ u32 block_crc(const u8* bytes, u64 length) {
     __shared__ u32 nibbles[8 * 16], sums[4];
     int tid = threadIdx.x;
+    u32 last = kLast[tid];
     __syncthreads();
     nibbles[tid] = kNibbles[tid];
     __syncthreads();
-    u64 words = length / 4;
-    const u32* from = reinterpret_cast<const u32*>((u64)(bytes) & ~u64(3));
-    int skew = int((u64)(bytes) & 3) * 8;
+    int words = int((length + 3) / 4), spare = 4 * words - int(length);  // bytes that the first word lacks
+    const u8* start = bytes - spare;
+    const u32* from = reinterpret_cast<const u32*>((u64)(start) & ~u64(3));
+    int skew = int((u64)(start) & 3) * 8, k = (words + tid) & 127;
     u32 crc = 0;
-    u64 k = tid;
     auto add = [&](u32 word) {
         u32 sum = 0;
 #pragma unroll
         for (int p = 0; p < 8; p++) sum ^= nibbles[16 * p + (crc >> 4 * p & 15)];
         crc = sum ^ word;
     };
-    auto word_at = [&](u64 i) { return skew ? __funnelshift_r(from[i], from[i + 1], skew) : from[i]; };
+    auto word_at = [&](int i) { return skew ? __funnelshift_r(from[i], from[i + 1], skew) : from[i]; };
+    if (!k && words) {
+        for (int j = spare; j < 4; j++) crc |= u32(start[j]) << 8 * j;
+        k += 128;
+    }
     for (; k + 896 < words; k += 1024) {  // eight words are loaded before the first is used
         u32 word[8];
 #pragma unroll
@@ -96,13 +121,7 @@ __device__ u32 block_crc(const u8* bytes, u64 length) {
         for (int j = 0; j < 8; j++) add(word[j]);
     }
     for (; k < words; k += 128) add(word_at(k));
-    // Behind its last word this thread has k − 128 … words of others, and the tail.
-    if (crc) crc = times_power(crc, length - 4 * (k - 128));
-    if (!tid) {
-        u32 tail = 0;
-        for (u64 j = 4 * words; j < length; j++) tail = crc_byte(tail, bytes[j]);
-        crc ^= tail;
-    }
+    crc = times(last, crc);
     for (int by = 16; by; by >>= 1) crc ^= __shfl_xor_sync(~0u, crc, by);
     if (!(tid & 31)) sums[tid >> 5] = crc;
     __syncthreads();
