@@ -27,42 +27,21 @@ __device__ void normalize(const u64* counts, u32* frequencies, int alphabet, int
         for (int j = 0; j < alphabet; j++) rank += remainder[j] > mine || (remainder[j] == mine && j < s);
         if (s < alphabet && rank < missing) f++;
     }
+    // One after the other, 1 is taken from the largest, the first of equals. In the end all are at most `level`, the least
+    // that does not take too much, and of those that reach it the first ones have given one more.
+    if (missing < 0) {
+        u32 level = 0;
+        u64 excess = u64(-missing), taken;
+        for (u32 by = 1u << precision; by; by >>= 1) {
+            u64 cost;
+            block_scan(f >= level + by ? f - (level + by - 1) : 0, &cost);  // what limiting all to level + by − 1 takes
+            if (cost > excess) level += by;
+        }
+        block_scan(f > level ? f - level : 0, &taken);
+        u64 reach, rank = block_scan(f >= level, &reach);
+        u32 limited = f < level ? f : level;
+        f = f >= level && rank < excess - taken ? limited - 1 : limited;
+    }
     frequencies[s] = f;
     __syncthreads();
-    // One after the other, 1 is taken from the largest, the first of equals; as long as it stays the largest, at once.
-    for (i64 excess = -missing; excess > 0;) {
-        __shared__ u32 taken;
-        if (s < 32) {
-            u32 best = 0, second = 0;  // the largest of this lane, and the largest of the others
-            int at = 0, second_at = 0;
-            for (int j = s; j < alphabet; j += 32) {
-                u32 f_j = frequencies[j];
-                if (f_j > best)
-                    second = best, second_at = at, best = f_j, at = j;
-                else if (f_j > second)
-                    second = f_j, second_at = j;
-            }
-            for (int by = 16; by; by >>= 1) {
-                u32 other = __shfl_xor_sync(~0u, best, by), other_second = __shfl_xor_sync(~0u, second, by);
-                int other_at = __shfl_xor_sync(~0u, at, by), other_second_at = __shfl_xor_sync(~0u, second_at, by);
-                bool theirs = other > best || (other == best && other_at < at);
-                u32 loser = theirs ? best : other, seconds = theirs ? other_second : second;
-                int loser_at = theirs ? at : other_at, seconds_at = theirs ? other_second_at : second_at;
-                if (theirs) best = other, at = other_at;
-                bool loser_wins = loser > seconds || (loser == seconds && loser_at < seconds_at);
-                second = loser_wins ? loser : seconds;
-                second_at = loser_wins ? loser_at : seconds_at;
-            }
-            // It is the largest as long as it is above the second, and also when it is equal and comes first.
-            u32 room = best - second + (at < second_at ? 1 : 0);
-            room = room ? room : 1;
-            if (!s) {
-                taken = u32(excess < i64(room) ? excess : i64(room));
-                frequencies[at] = best - taken;
-            }
-        }
-        __syncthreads();
-        excess -= taken;
-        __syncthreads();
-    }
 }
