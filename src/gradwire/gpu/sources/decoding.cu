@@ -18,29 +18,59 @@ struct FormatTable {  // of a float format; decoder.py makes it
     u32 masses[kBetas * 128];
 };
 
-// Finds the frame and reads its header; by one thread. The reader then stands at the payload.
-__device__ Reader open_frame(DecodeJob* job, Arrival& arrival, bool* segmented) {
-    const Message& message = job->messages[arrival.message];
-    Reader reader = {message.bytes, 0, message.length, false};
-    u64 payload = 0, start = 0;
-    for (int i = 0; i <= arrival.index && !reader.bad; i++) {
-        start = reader.at;
-        reader.skip(4);
-        int rank = reader.byte() >> 4;
-        reader.skip(4);
-        payload = reader.varint();
-        u64 elements = 1;
-        for (int d = 0; d < rank; d++) {
-            u64 size = reader.varint();
-            if (i < arrival.index) continue;
-            if (!size || size > kMostElements / elements)
-                reader.bad = true;
-            else
-                elements *= size;
+// Where the next frame begins: header and payload are skipped. It is the end of the message if that cannot be.
+__device__ u64 skip_frame(const Message& message, u64 at) {
+    Reader reader = {message.bytes, at, message.length, false};
+    reader.skip(4);
+    int rank = reader.byte() >> 4;
+    reader.skip(4);
+    u64 payload = reader.varint();
+    for (int d = 0; d < rank; d++) reader.varint();
+    reader.skip(payload);
+    return reader.bad ? message.length : reader.at;
+}
+
+// Where a frame begins; by a warp. To find it all headers before it have to be read, one after the other: at once each,
+// since reading byte after byte would take several times as long, and some messages have hundreds of frames.
+__device__ u64 start_of(const Message& message, int index) {
+    int lane = threadIdx.x & 31;
+    u64 at = 0;
+    for (int i = 0; i < index && at < message.length; i++) {
+        u32 byte = u64(lane) < message.length - at ? message.bytes[at + lane] : 128;
+        u32 ends = __ballot_sync(~0u, lane >= 9 && !(byte & 128));  // of varints: the payload's length, then the shape
+        u64 payload = 0;
+        int digits = __ffs(int(ends)) - 9, rank = int(__shfl_sync(~0u, byte, 4) >> 4);
+#pragma unroll
+        for (int j = 0; j < 5; j++) {
+            u32 digit = __shfl_sync(~0u, byte, 9 + j) & 127;
+            if (j < digits) payload |= u64(digit) << 7 * j;
         }
-        if (i == arrival.index && elements != u64(arrival.count)) reader.bad = true;
-        if (i < arrival.index) reader.skip(payload);
+        for (int d = 0; d < rank; d++) ends &= ends - 1;
+        u64 header = u64(__ffs(int(ends)));
+        if (!ends || digits > 5)  // more than 32 bytes, or payloads of gigabytes
+            at = skip_frame(message, at);
+        else
+            at = payload <= message.length - at - header ? at + header + payload : message.length;
     }
+    return at;
+}
+
+// Reads the header of the frame that begins at `start`; by one thread. The reader then stands at the payload.
+__device__ Reader open_frame(DecodeJob* job, Arrival& arrival, u64 start, bool* segmented) {
+    const Message& message = job->messages[arrival.message];
+    Reader reader = {message.bytes, start, message.length, false};
+    reader.skip(4);
+    int rank = reader.byte() >> 4;
+    reader.skip(4);
+    u64 payload = reader.varint(), elements = 1;
+    for (int d = 0; d < rank; d++) {
+        u64 size = reader.varint();
+        if (!size || size > kMostElements / elements)
+            reader.bad = true;
+        else
+            elements *= size;
+    }
+    if (elements != u64(arrival.count)) reader.bad = true;
     const u8* frame = message.bytes + start;
     if (reader.bad || payload > reader.end - reader.at) {
         reader.bad = true;
@@ -330,10 +360,11 @@ __device__ void parse_levels(DecodeJob* job, Arrival& arrival, Reader& reader) {
 extern "C" __global__ void parse(DecodeJob* job) {
     __shared__ Reader reader;
     Arrival& arrival = job->arrivals[blockIdx.x];
+    u64 start = threadIdx.x < 32 ? start_of(job->messages[arrival.message], arrival.index) : 0;
     if (!threadIdx.x) {
         bool segmented;
         arrival.chunks = 0, arrival.coder = -1, arrival.crc = 0, arrival.checked = 0, arrival.broken = 0;
-        reader = open_frame(job, arrival, &segmented);
+        reader = open_frame(job, arrival, start, &segmented);
     }
     __syncthreads();
     if (!reader.bad && arrival.codec == 1) parse_minifloat(job, arrival, reader);
