@@ -6,6 +6,8 @@ messages that have to wait, and what the host learns later than it did.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -45,7 +47,7 @@ class Training:
 
     def __init__(self, rank: int, spec: str = "co3:decay=1", memory: str = "fp32"):
         self.model = DistributedDataParallel(Vectors())
-        self.handle = gradwire.ddp.attach(self.model, spec, aggregate="all_gather", memory=memory)
+        self.handle = gradwire.ddp.attach(self.model, spec, aggregate="all_gather", memory=memory, timeout=10)
         self.generator = torch.Generator().manual_seed(rank)
 
     def step(self, share: float = 1.0, small: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -195,11 +197,50 @@ def narrow_memory_is_waited_for(rank: int) -> None:
         assert not launches["conclude"] and launches["encode_chunks"]
 
 
+def narrow_memory_of_one_rank_is_waited_for_by_all(rank: int) -> None:
+    with trained(rank, memory="bf16" if rank == 0 else "fp32") as (training, launches):
+        for _ in range(4):
+            _, mean, _ = training.step()
+        assert not launches["conclude"]
+        assert len(set(gathered(digest({"mean": mean})))) == 1
+
+
+def a_rare_gradient_arrives(rank: int) -> None:
+    """What has waited is sent by the next message, though its tensor has no gradient any more; nor is room wasted."""
+    with trained(rank) as (training, launches):
+        sent, wanted, waited = torch.zeros(ENTRIES).double(), torch.zeros(ENTRIES).double(), 0
+        for step in range(26):
+            before = training.handle.stats()["wire_bytes_sent"]
+            large, mean, small = training.step(share=float(step % 10 == 5))
+            assert training.handle.stats()["wire_bytes_sent"] - before < 4 * ENTRIES
+            waited += not small.any()
+            wanted, sent = wanted + large.double(), sent + mean.double()
+        assert waited == 3 and launches["conclude"]
+        training.step(share=0)
+        sent += training.model.module.large.grad.double()
+        assert training.memory().norm() < wanted.norm() / 5
+        left = mean_of_ranks(wanted) - mean_of_ranks(training.memory())
+        torch.testing.assert_close(sent, left, rtol=1e-5, atol=1e-5)
+
+
+def a_lost_rank_is_an_error(rank: int) -> None:
+    with on_device() as launches:
+        training = Training(rank)
+        for _ in range(3):
+            training.step()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert launches["conclude"]
+        with pytest.raises(AggregateError, match="rank 1 is gone"):
+            training.step()
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
         what_does_not_fit_waits, an_absent_gradient_leaves_its_memory, a_rank_out_of_step_is_an_error, one_rank_logs,
-        what_is_unusual_is_waited_for, narrow_memory_is_waited_for,
+        what_is_unusual_is_waited_for, narrow_memory_is_waited_for, narrow_memory_of_one_rank_is_waited_for_by_all,
+        a_rare_gradient_arrives, a_lost_rank_is_an_error,
     )
 }  # fmt: skip
 

@@ -180,6 +180,7 @@ class Gradients:
         return (
             alike
             and self._has_all
+            and self.memories.errors.dtype == torch.float32  # ranks may differ in that
             and all(device.type == link.device.type and programs.can_run(device) for device in self._devices)
         )
 

@@ -84,10 +84,16 @@ class UnattendedMessages:
         self._encoder, self._decoder, self.device = encoder, decoder, encoder.device
         self._fronts: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # on the device, and on the host
 
-    def encode(self, key: Hashable, tasks: Sequence[FrameTask], block: torch.Tensor, stamp: int) -> MessageLayout:
-        """Write a message to the block, as far as it fits; `stamp` is what its prefix says of step and tensors."""
+    def encode(
+        self, key: Hashable, tasks: Sequence[FrameTask], block: torch.Tensor, stamp: int, everything: bool = False
+    ) -> MessageLayout:
+        """Write a message to the block, as far as it fits; `stamp` is what its prefix says of step and tensors.
+
+        Memories of tensors that are zero stay as they are, or are sent, too, with `everything`.
+        """
         layout = self._encoder.prepared(tasks, block[FRONT:], key)
-        self._start("find_absent", len(layout.tensors), 256, layout.on_job)
+        if not everything:
+            self._start("find_absent", len(layout.tensors), 256, layout.on_job)
         self._encoder.launch(layout)
         self._start("seal", 1, 1, Arguments(layout.on_device, stamp))
         return layout

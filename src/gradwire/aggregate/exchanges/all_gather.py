@@ -39,7 +39,8 @@ class AllGatherExchange:
         if self._unattended is not None and last and self._unattended.takes(key, plans, subject):
             yield from self._unattended.run(key, plans, subject)
             return
-        block, length = self.messages.encode(key, plans, self.transport.link.device)
+        everything = self._unattended is not None and self._unattended.owes(key, subject)
+        block, length = self.messages.encode(key, plans, self.transport.link.device, everything)
         ticket = self.transport.start(key, subject, block, length)
         yield Pause((lambda: self.transport.ready(ticket)) if last else None)
         arrived = self.transport.finish(ticket)

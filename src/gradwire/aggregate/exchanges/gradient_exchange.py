@@ -185,8 +185,8 @@ class GradientExchange:
 
     def _message_job(self, key: Hashable, parts: list[TensorPart], ready: list[torch.cuda.Event]) -> Exchange:
         """Take one message through the exchange."""
-        self.follow_loss_scale()
         parts = self._host_copies.of_parts(parts, ready)
+        self.follow_loss_scale()  # behind `ready`: a GradScaler updates its scale on the training's stream
         return self._hierarchical.run(key, parts) if self._hierarchical else self._exchange_job(key, parts)
 
     def _exchange_job(self, key: Hashable, parts: list[TensorPart], last: bool = True) -> Exchange:
@@ -233,6 +233,7 @@ class GradientExchange:
         self._scatter_reduce.memory.end_step(finite)
         self.coder.commit()
         self._all_reduce.end_step(finite)
+        self._unattended.end_step(finite)
 
     # ── what is kept ──
 

@@ -7,7 +7,8 @@ are committed or rolled back, and how long messages were.
 Since nobody knows how long a message will be, its room is agreed on ahead: more than the longest one of the last step
 needed, of any rank, by twice as much as lengths have grown from step to step of late. So the first step of a key is
 waited for. A message that does not fit, or is in any way unusual, waits in the error memories of all ranks
-(gpu/unattended.py); if its length is not the reason, the next steps of its key are waited for again.
+(gpu/unattended.py), and the next one sends them whole, those of tensors without a gradient, too; if its length is not
+the reason, the next steps of its key are waited for again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gradwire.gpu import Report
 ROUND = 512  # room is a multiple of so many bytes
 GROWTH = 1 / 8  # of messages from one step to the next, as long as nothing is known
 LEAST_GROWTH, FADING = 1 / 64, 0.9  # what is always expected; and how fast growth is forgotten, by step
+MOST_GROWTH = 1.0  # that is expected again: after a step without gradients, a message is any number of times as long
 MOST_PATIENCE = 64  # steps that are waited for, at most, after a message that had to wait
 
 
@@ -41,6 +43,7 @@ class _Agreement:
     growth: float = GROWTH  # the most by which that has grown from one step to the next, of late
     patience: int = 1  # steps to wait for after the next message that has to wait
     attended: int = 0  # steps that are still to be waited for
+    owes: bool = False  # whether the last message waits in the error memories
 
     @property
     def room(self) -> int:
@@ -49,7 +52,7 @@ class _Agreement:
 
     def next_is(self, longest: int) -> None:
         """Learn from another step."""
-        self.growth = max(FADING * self.growth, longest / self.longest - 1, LEAST_GROWTH)
+        self.growth = min(max(FADING * self.growth, longest / self.longest - 1, LEAST_GROWTH), MOST_GROWTH)
         self.longest = longest
 
 
@@ -75,6 +78,7 @@ class UnattendedExchange:
         self._agreed: dict[Hashable, _Agreement] = {}
         self._blocks: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # this rank's, and those of all ranks
         self._under_way: list[_UnderWay] = []
+        self._waited: dict[Hashable, bool] = {}  # whether the messages of this step did, as far as that is known
 
     def takes(self, key: Hashable, plans: Sequence[FramePlan], subject: Subject) -> bool:
         """Tell whether the next message of this key need not be waited for."""
@@ -86,6 +90,11 @@ class UnattendedExchange:
             return False
         return self.messages.coder.can_go_unattended(plans)
 
+    def owes(self, key: Hashable, subject: Subject) -> bool:
+        """Tell whether the last message of this key waits, so that the next one has to send all memories."""
+        agreed = self._agreed.get(key)
+        return agreed is not None and agreed.fingerprint == subject.fingerprint and agreed.owes
+
     def learn(self, key: Hashable, subject: Subject, lengths: Sequence[int]) -> None:
         """Agree on the room for the next message, given the lengths of this one of all ranks, without their prefix."""
         before = self._agreed.get(key)
@@ -94,17 +103,21 @@ class UnattendedExchange:
             self._agreed[key] = _Agreement(subject.fingerprint, longest)
         else:
             before.next_is(longest)
+            self._waited[key] = False
 
     def run(self, key: Hashable, plans: Sequence[FramePlan], subject: Subject) -> Exchange:
         """Begin to replace the parts of the plans by their means; they are there when the current stream is."""
         coder, world = self.messages.coder, self.link.world
         room = self._agreed[key].room
         block, gathered = self._room_for(key, room, plans[0].parts[0].tensor.device)
-        message = coder.encode_unattended(key, plans, block, subject.stamp)
+        message = coder.encode_unattended(key, plans, block, subject.stamp, self._agreed[key].owes)
         work = self.link.all_gather_into(gathered, block) if world > 1 else None
         if work is not None:
             yield Pause(work.is_completed)
-            work.wait()  # of NCCL: the stream waits, not the host
+            try:
+                work.wait()  # of NCCL: the stream waits, not the host
+            except RuntimeError as error:
+                raise self.link.diagnose(error) from error
         blocks = [gathered[rank * room : (rank + 1) * room] for rank in range(world)]
         report = coder.average_unattended(message, blocks)
         self._under_way.append(_UnderWay(key, subject, work, report))
@@ -142,6 +155,7 @@ class UnattendedExchange:
             lengths = [length_of(prefix) - PREFIX for prefix in prefixes]
             coder.ledger.count_frame_bytes(lengths[self.link.rank])
             agreed, needed = self._agreed[exchange.key], max(exchange.report.needed)
+            self._waited[exchange.key] = exchange.report.waited
             if not exchange.report.waited:
                 agreed.next_is(PREFIX + max(lengths))
             elif needed:
@@ -156,6 +170,12 @@ class UnattendedExchange:
             self.link.abort()
             raise
 
+    def end_step(self, finite: bool) -> None:
+        """Take note that memories are committed, or rolled back: then they owe what they did before."""
+        for key, waited in self._waited.items() if finite else ():
+            self._agreed[key].owes = waited
+        self._waited.clear()
+
     def forget(self) -> None:
         """Give up what is under way, after an error."""
-        self._under_way = []
+        self._under_way, self._waited = [], {}

@@ -112,10 +112,11 @@ class DeviceMessages:
     def encode_unattended(
         self, key: Hashable, plans: Sequence[FramePlan], gradients: Sequence[Sequence[torch.Tensor]],
         memory: Sequence[Sequence[MemorySlot]], seeds: Sequence[int], block: torch.Tensor, stamp: int,
+        everything: bool,
     ) -> gpu.MessageLayout:  # fmt: skip
         """Write prefix, note and frames to the block, as far as they fit; the new error memory is written, too."""
         tasks = _frame_tasks(plans, gradients, memory, seeds)
-        return self._coder(block.device).unattended.encode(key, tasks, block, stamp)
+        return self._coder(block.device).unattended.encode(key, tasks, block, stamp, everything)
 
     def average_unattended(
         self, key: Hashable, encoded: gpu.MessageLayout, plans: Sequence[FramePlan], blocks: Sequence[torch.Tensor],

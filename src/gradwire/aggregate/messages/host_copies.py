@@ -90,9 +90,10 @@ class HostCopies:
 
         Those on a GPU are waited for, unless an event is returned behind which they are there.
         """
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            for name, original in self._originals.items():
-                original.copy_(self.tensors[name], non_blocking=True)
+        for name, original in self._originals.items():
+            copy = self.tensors[name]  # if on a GPU, this thread's stream may not have come so far that it is the mean
+            with torch.cuda.stream(self._stream) if self._stream is not None and copy.is_cpu else nullcontext():
+                original.copy_(copy, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         if self._resident is None:

@@ -182,14 +182,17 @@ class MessageCoder:
         )
 
     def encode_unattended(
-        self, key: Hashable, plans: Sequence[FramePlan], block: torch.Tensor, stamp: int
+        self, key: Hashable, plans: Sequence[FramePlan], block: torch.Tensor, stamp: int, everything: bool = False
     ) -> UnattendedMessage:
-        """Begin to write this rank's message to the block, on the block's device; the host waits for nothing."""
+        """Begin to write this rank's message to the block, on the block's device; the host waits for nothing.
+
+        With `everything` memories of tensors without a gradient are sent, too.
+        """
         with self.ledger.encoding():
             values = self._all_corrected(plans) if self._corrects else self.known.fact("entries", plans, _entries)
             slots = [_slots(plan, self.memories.errors) for plan in plans]
             seeds = [self._seed(plan) for plan in plans]
-            encoded = self._on_device.encode_unattended(key, plans, values, slots, seeds, block, stamp)
+            encoded = self._on_device.encode_unattended(key, plans, values, slots, seeds, block, stamp, everything)
         if self.probe.active:  # of this rank alone, maybe: the others need not know
             for plan, tensors, memory, length in zip(plans, values, slots, encoded.frame_lengths(), strict=True):
                 self.probe.measure_memory(plan, tensors, memory, length)

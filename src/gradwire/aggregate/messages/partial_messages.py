@@ -28,10 +28,17 @@ class PartialMessages:
         most = known.fact("most bytes", plans, most_message_bytes)
         return Subject(self.coder.ledger.steps, known.fact("fingerprint", plans, fingerprint), most)
 
-    def encode(self, key: Hashable, plans: Sequence[FramePlan], to: torch.device = HOST) -> tuple[torch.Tensor, int]:
-        """Return a block with this rank's message, on the device `to` if it was made on a GPU, and its length."""
+    def encode(
+        self, key: Hashable, plans: Sequence[FramePlan], to: torch.device = HOST, everything: bool = False
+    ) -> tuple[torch.Tensor, int]:
+        """Return a block with this rank's message, on the device `to` if it was made on a GPU, and its length.
+
+        With `everything` it carries tensors without a gradient, too, for what is in their memories.
+        """
         parts = [part for plan in plans for part in plan.parts]
         present = self.tensors.which_have_gradients(parts, self.coder.which_are_zero)
+        if everything:
+            present = [True] * len(parts)
         return self.coder.encode(key, only_present(plans, present), present_tensors.pack(present), to)
 
     def average(self, arrived: Sequence[tuple[int, torch.Tensor]], plans: Sequence[FramePlan]) -> list[bool]:
