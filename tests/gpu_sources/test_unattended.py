@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.aggregate.transport.message_prefix import Subject
-from gradwire.errors import AggregateError
+from gradwire.errors import AggregateError, GradwireError
 from gradwire.gpu import Report
 from support.counted_launches import on_device
 from support.rank_pool import RankPool, Scenario, named
@@ -223,6 +224,23 @@ def a_rare_gradient_arrives(rank: int) -> None:
         torch.testing.assert_close(sent, left, rtol=1e-5, atol=1e-5)
 
 
+def a_failure_in_the_next_step_does_not_undo_the_last(rank: int) -> None:
+    """The host learns late how a step went, when the next one has failed already."""
+    with on_device() as launches, patched(torch, "get_num_threads", lambda: 2):  # so that there is an exchange thread
+        training = Training(rank)
+        for _ in range(3):
+            training.step()
+        before, wait = training.memory(), Report.wait
+        with patched(Report, "wait", lambda self: (time.sleep(0.5), wait(self))):
+            large, mean, _ = training.step()
+            failing = patched(training.handle.state, "_named", side_effect=GradwireError("fails"))
+            with failing, pytest.raises(GradwireError, match="fails"):
+                training.step()
+        assert launches["conclude"]
+        left = mean_of_ranks(large + before) - mean_of_ranks(training.memory())
+        torch.testing.assert_close(mean.double(), left, rtol=1e-5, atol=1e-5)
+
+
 def a_lost_rank_is_an_error(rank: int) -> None:
     with on_device() as launches:
         training = Training(rank)
@@ -240,7 +258,7 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         what_does_not_fit_waits, an_absent_gradient_leaves_its_memory, a_rank_out_of_step_is_an_error, one_rank_logs,
         what_is_unusual_is_waited_for, narrow_memory_is_waited_for, narrow_memory_of_one_rank_is_waited_for_by_all,
-        a_rare_gradient_arrives, a_lost_rank_is_an_error,
+        a_rare_gradient_arrives, a_failure_in_the_next_step_does_not_undo_the_last, a_lost_rank_is_an_error,
     )
 }  # fmt: skip
 

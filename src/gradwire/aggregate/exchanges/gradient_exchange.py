@@ -14,6 +14,7 @@ sums/sum_exchange.py for recipes whose integers are added up on their way, whate
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
@@ -58,7 +59,8 @@ class GradientExchange:
         self.messages = 0  # sent since the last `use`
         self._submissions = Submissions(coder.recipes, coder.known)
         self._means_ready: torch.cuda.Event | None = None  # if the last step was not waited for
-        self._is_settled = True
+        self._is_settled, self._settle_job_over = True, threading.Event()
+        self._settle_job_over.set()
         self._loss_scale = loss_scale
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
         self._broken: AggregateError | None = None  # why the link cannot be used any more
@@ -125,6 +127,7 @@ class GradientExchange:
             torch.cuda.current_stream().wait_event(self._means_ready)
         if not self._unattended.all_settled:
             self._is_settled = False
+            self._settle_job_over.clear()
             self._thread.submit(self._settle_job)
         self._submissions.end_step()
         return self._tensors.take_touched()
@@ -152,6 +155,7 @@ class GradientExchange:
         if isinstance(error, AggregateError):
             self._broken = self._broken or error
         self._submissions.clear()
+        self._settle_job_over.wait()  # the step before was a good one, and its memories count
         self._unattended.forget()
         self.coder.abandon_step()
         self._scatter_reduce.memory.abandon_step()
@@ -224,8 +228,11 @@ class GradientExchange:
 
     def _settle_job(self) -> Exchange:
         """Learn how a step went that nobody has waited for."""
-        self._unattended.settle()
-        self._commit()
+        try:
+            self._unattended.settle()
+            self._commit()
+        finally:
+            self._settle_job_over.set()
         yield from ()
 
     def _commit(self) -> None:
