@@ -231,7 +231,12 @@ def a_failure_in_the_next_step_does_not_undo_the_last(rank: int) -> None:
         for _ in range(3):
             training.step()
         before, wait = training.memory(), Report.wait
-        with patched(Report, "wait", lambda self: (time.sleep(0.5), wait(self))):
+
+        def late(report: Report) -> None:
+            time.sleep(0.5)
+            wait(report)
+
+        with patched(Report, "wait", late):
             large, mean, _ = training.step()
             failing = patched(training.handle.state, "_named", side_effect=GradwireError("fails"))
             with failing, pytest.raises(GradwireError, match="fails"):
