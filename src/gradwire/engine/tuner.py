@@ -90,6 +90,7 @@ class Tuner:
         if exchange.aggregate != ALL_GATHER:
             return
         assert self._speed is not None
+        exchange.settle()
         since = {key: value - self._since.get(key, 0) for key, value in self._ledger.stats().items()}
         figures = [since["frame_bytes"], exchange.messages, since["encode_s"], since["decode_s"] / world]
         load = Load(*self._largest([value / STEPS_TO_LEARN for value in figures]))

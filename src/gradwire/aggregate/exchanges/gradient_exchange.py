@@ -61,7 +61,7 @@ class GradientExchange:
         self._means_ready: torch.cuda.Event | None = None  # if the last step was not waited for
         self._is_settled, self._settle_job_over = True, threading.Event()
         self._settle_job_over.set()
-        self._loss_scale = loss_scale
+        self._loss_scale, self._scaled_in = loss_scale, -1
         self._thread, self._host_copies = ExchangeThread(), HostCopies(coder.recipes)
         self._broken: AggregateError | None = None  # why the link cannot be used any more
         self._tensors = StepTensors(coder.memories, shared_host=host is not None)
@@ -155,6 +155,7 @@ class GradientExchange:
         if isinstance(error, AggregateError):
             self._broken = self._broken or error
         self._submissions.clear()
+        self._scaled_in = -1
         self._settle_job_over.wait()  # the step before was a good one, and its memories count
         self._unattended.forget()
         self.coder.abandon_step()
@@ -179,7 +180,8 @@ class GradientExchange:
 
     def follow_loss_scale(self) -> None:
         """Rescale the memories to the loss scale of now: exact for the powers of two that a GradScaler has."""
-        if self._loss_scale is not None:
+        if self._loss_scale is not None and self._scaled_in != self.coder.ledger.steps:
+            self._scaled_in = self.coder.ledger.steps  # once in a step: to know the scale, a GPU is waited for
             scale, before = self._loss_scale(), self.coder.memories.scale
             if scale != before:
                 self._scatter_reduce.memory.rescale(scale / before)
@@ -271,6 +273,7 @@ class GradientExchange:
     def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
         """Go on from a saved state; all ranks call it. `names` are the parameters of the model."""
         self.settle()
+        self._scaled_in = -1
         self.coder.load_state_dict(state, names)
         self._sums.load_state_dict(state.get("grids", {}))
         self.link.at_step(self.coder.ledger.steps)
