@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.errors import AggregateError, GradwireError
-from gradwire.gpu import Report
+from gradwire.gpu import Outcome
 from support.counted_launches import on_device
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, digest, gathered, loss_of
@@ -181,7 +181,7 @@ def what_is_unusual_is_waited_for(rank: int) -> None:
         launched = []
         for step in range(7):
             before = launches["conclude"]
-            with patched(Report, "waited", property(lambda self: True)) if step == 3 else nullcontext():
+            with patched(Outcome, "waited", property(lambda self: True)) if step == 3 else nullcontext():
                 large, mean, _ = training.step()
                 training.handle.stats()
             launched.append(launches["conclude"] > before)
@@ -230,13 +230,13 @@ def a_failure_in_the_next_step_does_not_undo_the_last(rank: int) -> None:
         training = Training(rank)
         for _ in range(3):
             training.step()
-        before, wait = training.memory(), Report.wait
+        before, wait = training.memory(), Outcome.wait
 
-        def late(report: Report) -> None:
+        def late(report: Outcome) -> None:
             time.sleep(0.5)
             wait(report)
 
-        with patched(Report, "wait", late):
+        with patched(Outcome, "wait", late):
             large, mean, _ = training.step()
             failing = patched(training.handle.state, "_named", side_effect=GradwireError("fails"))
             with failing, pytest.raises(GradwireError, match="fails"):

@@ -30,7 +30,7 @@ TOLD = FRONT + 8  # bytes of each message that the host is told
 
 
 @dataclass
-class Report:
+class Outcome:
     """What the host is told of an exchange."""
 
     status: torch.Tensor
@@ -101,7 +101,7 @@ class UnattendedMessages:
     def average(
         self, key: Hashable, encoded: MessageLayout, frames: Sequence[FrameTarget], blocks: Sequence[torch.Tensor],
         stamp: int,
-    ) -> Report:  # fmt: skip
+    ) -> Outcome:  # fmt: skip
         """Replace the tensors by the mean of the messages in all ranks' blocks, and complete the error memories.
 
         `encoded` is this rank's message, of the same tensors in the same order.
@@ -117,7 +117,7 @@ class UnattendedMessages:
             self._start("conclude", min(batch.tile_count, SOME_BLOCKS), 256, arguments)
         layout.fetch_status()
         told.copy_(fronts, non_blocking=True)
-        return Report(layout.status, told, recorded(self.device))
+        return Outcome(layout.status, told, recorded(self.device))
 
     def _fronts_of(self, key: Hashable, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         if key not in self._fronts or len(self._fronts[key][0]) != size:

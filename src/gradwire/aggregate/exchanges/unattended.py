@@ -25,7 +25,7 @@ from gradwire.aggregate.transport.exchange_thread import Exchange, Pause
 from gradwire.aggregate.transport.link import Link
 from gradwire.aggregate.transport.message_prefix import PREFIX, Subject, length_of
 from gradwire.errors import AggregateError
-from gradwire.gpu import Report
+from gradwire.gpu import Outcome
 
 ROUND = 512  # room is a multiple of so many bytes
 GROWTH = 1 / 8  # of messages from one step to the next, as long as nothing is known
@@ -50,6 +50,19 @@ class _Agreement:
         """Bytes of a block."""
         return -(-int(self.longest * (1 + 2 * self.growth)) // ROUND) * ROUND
 
+    def is_next_attended(self) -> bool:
+        """Tell whether the next step is to be waited for; it counts as over then."""
+        self.attended, before = max(self.attended - 1, 0), self.attended
+        return before > 0
+
+    def attend(self) -> None:
+        """Wait for the next steps, since a message was unusual: twice as many as the last time."""
+        self.attended, self.patience = self.patience, min(2 * self.patience, MOST_PATIENCE)
+
+    def note_waited(self, waited: bool) -> None:
+        """Take note of whether the last message waits in the error memories, which count from now on."""
+        self.owes = waited
+
     def next_is(self, longest: int) -> None:
         """Learn from another step."""
         self.growth = min(max(FADING * self.growth, longest / self.longest - 1, LEAST_GROWTH), MOST_GROWTH)
@@ -63,7 +76,7 @@ class _UnderWay:
     key: Hashable
     subject: Subject
     work: Work | None  # the collective, if there are other ranks
-    report: Report
+    report: Outcome
 
 
 class UnattendedExchange:
@@ -85,8 +98,7 @@ class UnattendedExchange:
         agreed = self._agreed.get(key)
         if agreed is None or agreed.fingerprint != subject.fingerprint:
             return False
-        if agreed.attended:
-            agreed.attended -= 1
+        if agreed.is_next_attended():
             return False
         return self.messages.coder.can_go_unattended(plans)
 
@@ -161,7 +173,7 @@ class UnattendedExchange:
             elif needed:
                 agreed.next_is(PREFIX + 1 + needed)
             elif exchange.report.finite:
-                agreed.attended, agreed.patience = agreed.patience, min(2 * agreed.patience, MOST_PATIENCE)
+                agreed.attend()
 
     def _wait_for(self, work: Work) -> None:
         try:
@@ -173,7 +185,7 @@ class UnattendedExchange:
     def end_step(self, finite: bool) -> None:
         """Take note that memories are committed, or rolled back: then they owe what they did before."""
         for key, waited in self._waited.items() if finite else ():
-            self._agreed[key].owes = waited
+            self._agreed[key].note_waited(waited)
         self._waited.clear()
 
     def forget(self) -> None:

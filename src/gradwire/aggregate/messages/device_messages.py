@@ -121,7 +121,7 @@ class DeviceMessages:
     def average_unattended(
         self, key: Hashable, encoded: gpu.MessageLayout, plans: Sequence[FramePlan], blocks: Sequence[torch.Tensor],
         stamp: int,
-    ) -> gpu.Report:  # fmt: skip
+    ) -> gpu.Outcome:  # fmt: skip
         """Replace the tensors of the plans by the mean of the messages in these blocks; `encoded` is this rank's."""
         coder = self._coder(blocks[0].device)
         return coder.unattended.average(key, encoded, _frame_targets(plans), blocks, stamp)

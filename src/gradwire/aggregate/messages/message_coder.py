@@ -32,7 +32,7 @@ from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.message_prefix import PREFIX
 from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.correct.worker_memories import WorkerMemories
-from gradwire.gpu import MessageLayout, Report
+from gradwire.gpu import MessageLayout, Outcome
 
 HOST = torch.device("cpu")
 LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16)  # dtypes whose zeros the GPU finds
@@ -198,7 +198,7 @@ class MessageCoder:
                 self.probe.measure_memory(plan, tensors, memory, length)
         return UnattendedMessage(key, plans, stamp, encoded, values, slots)
 
-    def average_unattended(self, message: UnattendedMessage, blocks: Sequence[torch.Tensor]) -> Report:
+    def average_unattended(self, message: UnattendedMessage, blocks: Sequence[torch.Tensor]) -> Outcome:
         """Begin to replace the tensors by the mean of the messages in the blocks of all ranks; one is this rank's."""
         with self.ledger.decoding():
             report = self._on_device.average_unattended(
