@@ -118,11 +118,11 @@ class Batch:
 
     def __init__(
         self, device: torch.device, job: torch.Tensor, parts: torch.Tensor, tiles: torch.Tensor, groups: torch.Tensor,
-        most: int,
+        most: int, longest: int,
     ):  # fmt: skip
         self.device = device
         self.part_count, self.tile_count, self.group_count = len(parts) // 8, len(tiles) // 8, len(groups) // 8
-        self.most = most  # entries of the largest tensor
+        self.most, self.longest = most, longest  # entries of the largest tensor, and of the longest frame
         self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
         self._on_all_tiles = Arguments(job, tiles, self.tile_count)
         self.on_groups = Arguments(job, groups)

@@ -15,6 +15,7 @@ from gradwire.kernels import grid_capacity
 LARGEST = 127  # magnitude of a symbol
 HEAD, SHIFTS, SEARCHERS = 8192, 7, 512  # as in sources/grid.h and grid_spread.h
 BUCKET, PIECE_BITS = 4096, 1024  # as in sources/apart.h
+SHORT = 1 << 17  # entries of a frame, as in sources/grid.cu
 LENGTH_BYTES = 10  # of a varint, at most
 
 
@@ -72,6 +73,7 @@ class GridFamily(Family):
         search(SHIFTS * batch.part_count, SEARCHERS, batch.on_parts)
         batch.launch_parts("grid_search", "compare")
         batch.launch_tiles("grid", "convert")
-        batch.launch_tiles("grid", "measure_outliers")
-        batch.launch_tiles("grid", "clear_outliers")
-        batch.launch_tiles("grid", "write_outliers")
+        if batch.longest > SHORT:  # else the conversion has coded the outliers
+            batch.launch_groups("grid", "measure_outliers")
+            batch.launch_groups("grid", "clear_outliers")
+            batch.launch_groups("grid", "write_outliers")

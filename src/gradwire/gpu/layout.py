@@ -257,7 +257,8 @@ class MessageLayout:
                 self._static[at : at + where.nbytes] for at, where in zip(offsets[family], of_family, strict=True)
             )
             most = int(self.tensors["count"][self._places[family]].max())
-            self.batches[family] = Batch(self.device, job, parts, tiles, groups, most)
+            longest = int(self.frames["count"][self.tensors["frame"][self._places[family]]].max())
+            self.batches[family] = Batch(self.device, job, parts, tiles, groups, most, longest)
 
     def _formats_of(self, tasks: Sequence[FrameTask]) -> list[int]:
         return [self._formats[id(task.converter)] for task in tasks for _ in task.tensors]

@@ -1,13 +1,16 @@
 // ECQ's conversion: symbols, outliers and the new error memory, by the grid that grid_search.cu found.
 #include "few_counts.h"
 #include "grid.h"
+#include "warp_sums.h"
 
 const int kListed = 2048;    // outliers of a tile; with more the host encodes the message
 const int kAtOnce = 8;       // records of tiles that a thread loads before it uses the first
 const int kMostExcess = 24;  // largest parameter of the codes of excesses
+const i64 kShort = 1 << 17;  // entries of a frame whose outliers are coded by the last block that converts
 
 // ── conversion ────────────────────────────────────────────────────────────────────────────────────
 
+__device__ int tiles_of(const Job* job, const Stream& stream);
 __device__ void plan_outliers(Job* job, const Stream& stream, Scratch& s);
 
 __device__ __forceinline__ TileRecord* records_of(const Job* job, const Tensor& t) {
@@ -44,9 +47,10 @@ __device__ void list_outliers(Job* job, const Tensor& t, int tile, Scratch& s, c
     for (u32 k = tid; k < number; k += 256) {
         u64 item = found[k];
         u32 at = u32(item) & 8191, rank = before[at >> 5] + __popc(mask[at >> 5] & ((1u << (at & 31)) - 1));
-        list[base + rank] = item;
+        i64 position = t.first - first_of(job, t).first + i64(tile) * kTile + at;
+        list[base + rank] = u64(position) | (item >> 13 & 1) << 38 | (item >> 14) << 39;
         atomicAdd(&sizes[bit_length(u32(item >> 14) - s.largest - 1)], 1u);
-        if (rank == number - 1) record.last = t.first - first_of(job, t).first + i64(tile) * kTile + at;
+        if (rank == number - 1) record.last = position;
     }
     __syncthreads();
     if (tid < 32 && sizes[tid]) atomicAdd(&s.sizes[tid], sizes[tid]);
@@ -182,68 +186,82 @@ extern "C" __global__ void __launch_bounds__(256, 4) convert(Job* job, const Whe
         TileRecord& record = records_of(job, t)[where.index];
         record.base = record.count = 0, record.last = -1;
     }
-    const Tensor& last = job->tensors[stream.first_tensor + stream.tensors - 1];
-    if (last_block(&s.tiles_done, last.first_tile + last.tiles - first_of(job, t).first_tile))
-        plan_outliers(job, stream, s);
+    if (last_block(&s.tiles_done, u32(tiles_of(job, stream)))) plan_outliers(job, stream, s);
 }
 
 // ── the list of outliers ──────────────────────────────────────────────────────────────────────────
 
-// Which outlier comes before each tile, and the parameters of the codes. By the last block of a frame.
-__device__ void plan_outliers(Job* job, const Stream& stream, Scratch& s) {
-    __shared__ i64 lasts[256];
-    const Tensor &t = job->tensors[stream.first_tensor], &end = job->tensors[stream.first_tensor + stream.tensors - 1];
-    TileRecord* records = records_of(job, t);
-    int tid = threadIdx.x, tiles = end.first_tile + end.tiles - t.first_tile, each = (tiles + 255) / 256;
-    i64 last = -1, found[kAtOnce];
-    for (int first = tid * each; first < tiles && first < (tid + 1) * each; first += kAtOnce) {
+__device__ int tiles_of(const Job* job, const Stream& stream) {
+    const Tensor& last = job->tensors[stream.first_tensor + stream.tensors - 1];
+    return last.first_tile + last.tiles - job->tensors[stream.first_tensor].first_tile;
+}
+
+// Goes through the records of a frame's tiles, of which every thread has some that lie side by side: `use` gets the
+// index of each and what `get` returns for it, of which several are loaded at once.
+template <typename Get, typename Use>
+__device__ __forceinline__ void for_my_tiles(int tiles, Get get, Use use) {
+    int each = (tiles + 255) / 256, end = min(tiles, int(threadIdx.x + 1) * each);
+    decltype(get(0)) found[kAtOnce];
+    for (int first = int(threadIdx.x) * each; first < end; first += kAtOnce) {
 #pragma unroll
         for (int k = 0; k < kAtOnce; k++)
-            found[k] = k + first < tiles && k + first < (tid + 1) * each ? records[k + first].last : -1;
+            if (k + first < end) found[k] = get(k + first);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; k++) last = found[k] >= 0 ? found[k] : last;
+        for (int k = 0; k < kAtOnce; k++)
+            if (k + first < end) use(k + first, found[k]);
     }
-    lasts[tid] = last;
+}
+
+// Tells each tile which outlier comes before it, and returns the last of all. By a block.
+__device__ i64 find_last_ones(TileRecord* records, int tiles) {
+    __shared__ i64 lasts[8];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    auto get = [&](int k) { return records[k].last; };
+    i64 last = -1;
+    for_my_tiles(tiles, get, [&](int, i64 found) { last = found >= 0 ? found : last; });
+    for (int by = 1; by < 32; by <<= 1) {  // positions ascend, so that the largest is the last
+        i64 other = __shfl_up_sync(~0u, last, by);
+        if (lane >= by && other > last) last = other;
+    }
+    if (lane == 31) lasts[warp] = last;
+    i64 before = __shfl_up_sync(~0u, last, 1), all = -1;
+    if (!lane) before = -1;
     __syncthreads();
-    last = -1;
-    for (int k = tid - 1; k >= 0 && last < 0; k--) last = lasts[k];
-    for (int first = tid * each; first < tiles && first < (tid + 1) * each; first += kAtOnce) {
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++)
-            found[k] = k + first < tiles && k + first < (tid + 1) * each ? records[k + first].last : -1;
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++) {
-            if (k + first < tiles && k + first < (tid + 1) * each) records[k + first].last = last;
-            last = found[k] >= 0 ? found[k] : last;
-        }
+    for (int w = 0; w < 8; w++) {
+        if (w < warp && lasts[w] > before) before = lasts[w];
+        if (lasts[w] > all) all = lasts[w];
     }
-    last = -1;
-    for (int k = 255; k >= 0 && last < 0; k--) last = lasts[k];
-    __shared__ double costs[64];
-    int parameter = tid & 31;
-    if (tid < 32) {
+    for_my_tiles(tiles, get, [&](int k, i64 found) {
+        records[k].last = before;
+        before = found >= 0 ? found : before;
+    });
+    return all;
+}
+
+// The parameters of the codes, by the first two warps.
+__device__ void choose_codes(Scratch& s, i64 last) {
+    int lane = threadIdx.x & 31;
+    float cost = 0;
+    if (threadIdx.x < 32) {
         // Gaps: the best for a geometric distribution with their mean. Where a gap is 2^a longer with the probability q,
         // there are q/(1−q) zeros in the mean.
-        double mean = double(last + 1 - i64(s.listed)) / double(s.listed ? s.listed : 1);
-        double q = mean > 0 ? exp(double(1u << parameter) * log(mean / (mean + 1))) : 0.0;
-        costs[tid] = parameter + q / (1 - q);
-    } else if (tid < 64) {
+        float mean = float(last + 1 - i64(s.listed)) / float(s.listed);
+        float rate = mean > 8 ? 1 / (mean + 0.5f) : logf(1 + 1 / fmaxf(mean, 1e-9f)),
+              q = expf(-float(1u << lane) * rate);
+        cost = float(lane) + (mean > 0 ? q / (1 - q) : 0.0f);
+    } else {
         // Excesses: by how many bits they have. One is added to what is left, which may make it a bit longer.
-        double bits = 0;
         for (int size = 0; size < 32; size++) {
-            int left = size - parameter;
-            double length = left <= 0 ? 1 : left + 1.0 / double(1u << (left - 1));
-            bits += double(s.sizes[size]) * (2 * length - 1 + parameter);
+            int left = size - lane;
+            float length = left <= 0 ? 1.0f : float(left) + 2.0f / float(1u << left);
+            cost += float(s.sizes[size]) * (2 * length - 1 + float(lane));
         }
-        costs[tid] = bits;
+        if (lane > kMostExcess) cost = 3e38f;
     }
-    __syncthreads();
-    if (tid) return;
-    s.a = s.b = 0;
-    for (int k = 1; k < 32; k++)
-        if (costs[k] < costs[s.a]) s.a = k;
-    for (int k = 1; k <= kMostExcess; k++)
-        if (costs[32 + k] < costs[32 + s.b]) s.b = k;
+    float least = cost;
+    for (int by = 16; by; by >>= 1) least = fminf(least, __shfl_xor_sync(~0u, least, by));
+    int best = __ffs(int(__ballot_sync(~0u, cost == least))) - 1;
+    if (!lane) (threadIdx.x ? s.b : s.a) = best < 0 ? 0 : best;
 }
 
 struct Outlier {
@@ -252,19 +270,15 @@ struct Outlier {
     bool negative;
 };
 
-__device__ __forceinline__ Outlier outlier_at(const u64* list, const TileRecord& record, i64 first, u32 k,
-                                              int largest) {
+__device__ __forceinline__ Outlier outlier_at(const u64* list, const TileRecord& record, u32 k, int largest) {
+    const u64 mask = (u64(1) << 38) - 1;
     u64 item = list[record.base + k];
-    i64 at = first + i64(item & 8191), before = k ? first + i64(list[record.base + k - 1] & 8191) : record.last;
-    return {at - before - 1, u32(item >> 14) - u32(largest) - 1, bool(item >> 13 & 1)};
+    i64 before = k ? i64(list[record.base + k - 1] & mask) : record.last;
+    return {i64(item & mask) - before - 1, u32(item >> 39) - u32(largest) - 1, bool(item >> 38 & 1)};
 }
 
 __device__ __forceinline__ u64 bits_of(const Outlier& x, int a, int b) {
     return u64(x.gap >> a) + 1 + a + 1 + 2 * bit_length((x.excess >> b) + 1) - 1 + b;
-}
-
-__device__ __forceinline__ i64 start_of(const Job* job, const Tensor& t, int tile) {
-    return t.first - first_of(job, t).first + i64(tile) * kTile;
 }
 
 __device__ __forceinline__ int code_head(const Scratch& s, u8* out) {
@@ -274,67 +288,42 @@ __device__ __forceinline__ int code_head(const Scratch& s, u8* out) {
     return n;
 }
 
-// How many bits the codes of each tile take; the last block of a frame finds out where they go.
-extern "C" __global__ void measure_outliers(Job* job, const Where* tiles) {
-    Where where = tiles[blockIdx.x];
-    const Tensor& t = job->tensors[where.item];
-    const Stream& stream = stream_of(job, t);
-    Scratch& s = scratch_of(job, t);
-    TileRecord& record = records_of(job, t)[where.index];
-    int tid = threadIdx.x;
-    u64 bits = 0, all = 0;
-    for (u32 k = tid; k < record.count; k += blockDim.x)
-        bits += bits_of(outlier_at(list_of(s), record, start_of(job, t, where.index), k, s.largest), s.a, s.b);
-    if (record.count) block_scan(bits, &all);
-    if (!tid) record.bits = all;
-    const Tensor &first = first_of(job, t), &last = job->tensors[stream.first_tensor + stream.tensors - 1];
-    int total = last.first_tile + last.tiles - first.first_tile, each = (total + 255) / 256;
-    if (!last_block(&s.measured, total)) return;
-    TileRecord* records = records_of(job, first);
-    bits = 0;
-    u64 found[kAtOnce];
-    for (int base = tid * each; base < total && base < (tid + 1) * each; base += kAtOnce) {
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++)
-            found[k] = k + base < total && k + base < (tid + 1) * each ? records[k + base].bits : 0;
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++) bits += found[k];
-    }
+__device__ __forceinline__ u32* codes_of(const Job* job, const Stream& stream) {
+    const Frame& frame = job->frames[job->tensors[stream.first_tensor].frame];
+    return reinterpret_cast<u32*>(const_cast<u8*>(frame.piece[3].bytes));
+}
+
+// How many bits the codes of a tile take, by a warp.
+__device__ void measure_tile(Scratch& s, TileRecord& record) {
+    u64 bits = 0;
+    for (u32 k = threadIdx.x & 31; k < record.count; k += 32)
+        bits += bits_of(outlier_at(list_of(s), record, k, s.largest), s.a, s.b);
+    for (int by = 16; by; by >>= 1) bits += __shfl_xor_sync(~0u, bits, by);
+    if (!(threadIdx.x & 31)) record.bits = bits;
+}
+
+// Where the codes of each tile begin, and how long they are together. By a block.
+__device__ void lay_out_codes(Job* job, const Stream& stream, Scratch& s, TileRecord* records, int tiles) {
+    auto get = [&](int k) { return records[k].bits; };
+    u64 bits = 0, all;
+    for_my_tiles(tiles, get, [&](int, u64 found) { bits += found; });
     u64 start = block_scan(bits, &all);
     u8 head[16];
-    start += 8 * u64(code_head(s, head));
-    for (int base = tid * each; base < total && base < (tid + 1) * each; base += kAtOnce) {
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++)
-            found[k] = k + base < total && k + base < (tid + 1) * each ? records[k + base].bits : 0;
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++) {
-            if (k + base < total && k + base < (tid + 1) * each) records[k + base].start = start;
-            start += found[k];
-        }
-    }
-    if (tid) return;
-    u64 length = s.listed ? (8 * u64(code_head(s, head)) + all + 7) / 8 : 0;
+    u64 head_bits = 8 * u64(code_head(s, head));
+    start += head_bits;
+    for_my_tiles(tiles, get, [&](int k, u64 found) {
+        records[k].start = start;
+        start += found;
+    });
+    if (threadIdx.x) return;
+    u64 length = (head_bits + all + 7) / 8;
     if (length > code_room_of(stream)) {
         atomicOr(&job->status->bits, u32(UNUSUAL));
         length = 0;
     }
-    Frame& frame = job->frames[t.frame];
+    Frame& frame = job->frames[job->tensors[stream.first_tensor].frame];
     frame.piece[1].length = put_varint(const_cast<u8*>(frame.piece[1].bytes), length);
     frame.piece[3].length = s.code_bytes = length;
-}
-
-// Zeros where codes will be.
-extern "C" __global__ void clear_outliers(Job* job, const Where* tiles) {
-    Where where = tiles[blockIdx.x];
-    const Tensor& t = job->tensors[where.item];
-    const Stream& stream = stream_of(job, t);
-    const Scratch& s = scratch_of(job, t);
-    const Tensor &first = first_of(job, t), &last = job->tensors[stream.first_tensor + stream.tensors - 1];
-    u64 words = (s.code_bytes + 3) / 4, total = last.first_tile + last.tiles - first.first_tile;
-    u64 each = (words + total - 1) / total, begin = each * u64(t.first_tile - first.first_tile + where.index);
-    u32* codes = reinterpret_cast<u32*>(const_cast<u8*>(job->frames[t.frame].piece[3].bytes));
-    for (u64 k = begin + threadIdx.x; k < begin + each && k < words; k += blockDim.x) codes[k] = 0;
 }
 
 __device__ __forceinline__ void put_bits(u32* codes, u64 at, u64 value) {  // of at most 32 bits
@@ -343,50 +332,116 @@ __device__ __forceinline__ void put_bits(u32* codes, u64 at, u64 value) {  // of
     if (shifted >> 32) atomicOr(&codes[(at >> 5) + 1], u32(shifted >> 32));
 }
 
-// The codes of each tile's outliers.
-extern "C" __global__ void write_outliers(Job* job, const Where* tiles) {
-    __shared__ u64 done;
-    Where where = tiles[blockIdx.x];
-    const Tensor& t = job->tensors[where.item];
-    const Stream& stream = stream_of(job, t);
-    Scratch& s = scratch_of(job, t);
-    const TileRecord& record = records_of(job, t)[where.index];
-    if (!s.code_bytes) return;
-    u32* codes = reinterpret_cast<u32*>(const_cast<u8*>(job->frames[t.frame].piece[3].bytes));
-    int tid = threadIdx.x, a = s.a, b = s.b;
-    if (!tid && !where.index && where.item == stream.first_tensor) {
+__device__ __forceinline__ void put_code(u32* codes, u64 at, const Outlier& x, int a, int b) {
+    at += u64(x.gap >> a);
+    put_bits(codes, at++, 1);
+    if (a > 24) put_bits(codes, at + 24, u64(x.gap) >> 24 & ((u64(1) << (a - 24)) - 1));
+    put_bits(codes, at, u64(x.gap) & ((u64(1) << (a > 24 ? 24 : a)) - 1));
+    at += a;
+    put_bits(codes, at++, x.negative);
+    u32 v = (x.excess >> b) + 1;
+    int size = bit_length(v) - 1;
+    at += size;
+    put_bits(codes, at++, 1);
+    put_bits(codes, at, v & ((1u << size) - 1));
+    at += size;
+    put_bits(codes, at, x.excess & ((1u << b) - 1));
+}
+
+// The codes of a tile's outliers, by a warp, and those before all of them with the first tile. They are zeros before.
+__device__ void write_tile(Scratch& s, const TileRecord& record, bool first, u32* codes) {
+    int lane = threadIdx.x & 31, a = s.a, b = s.b;
+    if (first && !lane) {
         u8 head[16];
         int n = code_head(s, head);
         for (int k = 0; k < n; k++) put_bits(codes, 8 * k, head[k]);
     }
-    if (!tid) done = record.start;
-    __syncthreads();
-    for (u32 base = 0; base < record.count; base += blockDim.x) {
-        u32 k = base + tid;
+    u64 start = record.start;
+    for (u32 base = 0; base < record.count; base += 32) {
+        bool here = base + lane < record.count;
         Outlier x = {0, 0, false};
-        u64 bits = 0, all;
-        if (k < record.count) {
-            x = outlier_at(list_of(s), record, start_of(job, t, where.index), k, s.largest);
-            bits = bits_of(x, a, b);
-        }
-        u64 at = block_scan(bits, &all) + done;
-        if (k < record.count) {
-            at += u64(x.gap >> a);
-            put_bits(codes, at++, 1);
-            if (a > 24) put_bits(codes, at + 24, u64(x.gap) >> 24 & ((u64(1) << (a - 24)) - 1));
-            put_bits(codes, at, u64(x.gap) & ((u64(1) << (a > 24 ? 24 : a)) - 1));
-            at += a;
-            put_bits(codes, at++, x.negative);
-            u32 v = (x.excess >> b) + 1;
-            int size = bit_length(v) - 1;
-            at += size;
-            put_bits(codes, at++, 1);
-            put_bits(codes, at, v & ((1u << size) - 1));
-            at += size;
-            put_bits(codes, at, x.excess & ((1u << b) - 1));
-        }
-        __syncthreads();
-        if (!tid) done += all;
-        __syncthreads();
+        if (here) x = outlier_at(list_of(s), record, base + lane, s.largest);
+        u64 bits = here ? bits_of(x, a, b) : 0, upto = warp_scan(bits);
+        if (here) put_code(codes, start + upto - bits, x, a, b);
+        start += __shfl_sync(~0u, upto, 31);
     }
+}
+
+// By the last block of a frame: which outlier comes before each tile, and the parameters of the codes; of short frames
+// also the codes.
+__device__ void plan_outliers(Job* job, const Stream& stream, Scratch& s) {
+    const Tensor& t = job->tensors[stream.first_tensor];
+    int tiles = tiles_of(job, stream), warp = threadIdx.x >> 5;
+    Frame& frame = job->frames[t.frame];
+    if (!s.listed) {
+        if (!threadIdx.x) {
+            frame.piece[1].length = put_varint(const_cast<u8*>(frame.piece[1].bytes), 0);
+            frame.piece[3].length = s.code_bytes = 0;
+        }
+        return;
+    }
+    TileRecord* records = records_of(job, t);
+    i64 last = find_last_ones(records, tiles);
+    if (warp < 2) choose_codes(s, last);
+    __syncthreads();
+    if (stream.count > kShort) return;  // the kernels behind do the rest
+    for (int k = warp; k < tiles; k += 8) measure_tile(s, records[k]);
+    __syncthreads();
+    lay_out_codes(job, stream, s, records, tiles);
+    __syncthreads();
+    u32* codes = codes_of(job, stream);
+    for (u64 k = threadIdx.x; k < (s.code_bytes + 3) / 4; k += blockDim.x) codes[k] = 0;
+    __syncthreads();
+    if (!s.code_bytes) return;
+    for (int k = warp; k < tiles; k += 8) write_tile(s, records[k], !k, codes);
+}
+
+// The tile of a long frame that this warp works on, if there is one; a block has a group of eight.
+__device__ __forceinline__ bool tile_of_warp(const Job* job, Where where, const Tensor& t, const Scratch& s,
+                                             int* tile) {
+    *tile = 8 * where.index + int(threadIdx.x >> 5);
+    return stream_of(job, t).count > kShort && s.listed && *tile < t.tiles;
+}
+
+// How many bits the codes of each tile take; the last block of a frame finds out where they go.
+extern "C" __global__ void __launch_bounds__(256) measure_outliers(Job* job, const Where* groups) {
+    __shared__ bool last;
+    Where where = groups[blockIdx.x];
+    const Tensor& t = job->tensors[where.item];
+    const Stream& stream = stream_of(job, t);
+    Scratch& s = scratch_of(job, t);
+    int tile, tiles = tiles_of(job, stream), here = min(8, t.tiles - 8 * where.index);
+    if (tile_of_warp(job, where, t, s, &tile)) measure_tile(s, records_of(job, t)[tile]);
+    __threadfence();
+    __syncthreads();
+    if (!threadIdx.x) last = atomicAdd(&s.measured, u32(here)) + u32(here) == u32(tiles);
+    __syncthreads();
+    __threadfence();
+    if (last && s.listed && stream.count > kShort)
+        lay_out_codes(job, stream, s, records_of(job, job->tensors[stream.first_tensor]), tiles);
+}
+
+// Zeros where codes will be.
+extern "C" __global__ void __launch_bounds__(256) clear_outliers(Job* job, const Where* groups) {
+    Where where = groups[blockIdx.x];
+    const Tensor& t = job->tensors[where.item];
+    const Stream& stream = stream_of(job, t);
+    const Scratch& s = scratch_of(job, t);
+    if (!s.listed || stream.count <= kShort) return;
+    // Every tile has as many words; a group has those of its tiles.
+    u64 words = (s.code_bytes + 3) / 4, total = u64(tiles_of(job, stream)), each = (words + total - 1) / total;
+    u64 begin = each * u64(t.first_tile - first_of(job, t).first_tile + 8 * where.index), end = begin + 8 * each;
+    u32* codes = codes_of(job, stream);
+    for (u64 k = begin + threadIdx.x; k < end && k < words; k += blockDim.x) codes[k] = 0;
+}
+
+// The codes of each tile's outliers.
+extern "C" __global__ void __launch_bounds__(256) write_outliers(Job* job, const Where* groups) {
+    Where where = groups[blockIdx.x];
+    const Tensor& t = job->tensors[where.item];
+    const Stream& stream = stream_of(job, t);
+    Scratch& s = scratch_of(job, t);
+    int tile;
+    if (!tile_of_warp(job, where, t, s, &tile) || !s.code_bytes) return;
+    write_tile(s, records_of(job, t)[tile], !tile && where.item == stream.first_tensor, codes_of(job, stream));
 }

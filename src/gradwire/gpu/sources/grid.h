@@ -31,7 +31,7 @@ struct Scratch {                 // of a frame; the first tensor has it
 static_assert(sizeof(Scratch) <= kHead, "the host reserves so much");
 
 struct TileRecord {              // in the place of the sums of a tile
-    u32 base, count;             // of its outliers in the list
+    u32 base, count;             // of its outliers in the list: position in the frame | sign << 38 | magnitude << 39
     i64 last;                    // position of its last one in the frame, then of the last one before this tile
     u64 bits, start;             // of their codes
 };
