@@ -340,6 +340,11 @@ inline int __float2int_rn(float x) { return int(std::nearbyintf(x)); }
 inline int __float2int_rd(float x) { return int(std::floor(x)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fadd_rd(float a, float b) {  // rounded down
+    double sum = double(a) + double(b);
+    float x = float(sum);
+    return double(x) > sum ? std::nextafterf(x, -INFINITY) : x;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

@@ -59,6 +59,7 @@ __device__ void list_outliers(Job* job, const Tensor& t, int tile, Scratch& s, c
 // What a tile's threads share.
 struct Tile {
     u32 counts[kSymbols], scratch[2 * 256];
+    float values[kSymbols];  // of the symbols
     u64 found[kListed];  // outliers: index in the tile | sign << 13 | magnitude << 14
     u32 number;
 };
@@ -69,8 +70,7 @@ template <bool FEW, bool WIDE>
 __device__ __forceinline__ void convert_tile(Job* job, Where where, const Scratch& s, Tile& tile) {
     const Tensor& t = job->tensors[where.item];
     const Fit& fit = job->fits[where.item];
-    const float step = fit.step, inverse = fit.inverse, decay = t.decay, shift = s.shift;
-    const float first = s.offset[0], rest = s.offset[1];
+    const float step = fit.step, inverse = fit.inverse, decay = t.decay, shift = s.shift, rest = s.offset[1];
     const int largest = s.largest, dtype = WIDE ? FP32 : t.dtype;
     // All places are counted from the begin of the tile, in 32 bits.
     const i64 begin = i64(where.index) * kTile;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, const Scratc
     float* after = t.after ? t.after + begin : nullptr;
     u8* symbols = job->symbols + t.first + begin;
     const bool words = !((u64)(symbols) & 3);
-    bool finite = true;
+    float bad = 0;  // a NaN if something is not finite
     FewCounts few = {0, 0, 0};
     for (int base = 0; base < end; base += 2048) {
         float g[8], e[8];
@@ -111,21 +111,22 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, const Scratc
             float left[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                float sum = before ? sum_of(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k];
-                finite &= is_finite(sum);
-                float u = before ? limited(sum, kFloatMax) : sum;
-                float y = __fmul_rn(u, inverse), m = magnitude_of(y, shift);
-                bool negative = y < 0, here = whole || i + k < end;
-                // The value is that of the multiple, whether it has a symbol or is an outlier.
-                float value = received(__fmul_rn(__fadd_rn(m, m == 1.0f ? first : rest), step), dtype);
-                value = m == 0.0f ? 0.0f : negative ? -value : value;
-                left[k] = __fsub_rn(u, value);
-                int j = int(m);
-                bool apart = j > largest;
-                u32 symbol = u32(apart ? largest : negative ? largest - j : largest + j);
+                // A sum beyond fp32 is not limited: the host does such a message again.
+                float u = before ? sum_of(g[4 * h + k], e[4 * h + k], decay) : g[4 * h + k];
+                bad = __fmaf_rn(u, 0.0f, bad);
+                float y = __fmul_rn(u, inverse), x = __fadd_rn(fabsf(y), shift);
+                // Added to 2^23 and rounded down, its whole part stands in the low bits; NaN is beyond all.
+                u32 j = __float_as_uint(__fadd_rd(x, 8388608.0f)) - 0x4b000000u;
+                bool here = whole || i + k<end, apart = j> u32(largest);
+                int sign = int(__float_as_uint(y)) >> 31, multiple = apart ? 0 : int(j);
+                u32 symbol = u32(largest + (multiple ^ sign) - sign);
+                left[k] = __fsub_rn(u, tile.values[symbol]);
                 if (apart && here) {
+                    float m = floorf(x < kLimit ? x : kLimit);
+                    float value = received(__fmul_rn(__fadd_rn(m, rest), step), dtype);
+                    left[k] = __fsub_rn(u, sign ? -value : value);
                     u32 place = atomicAdd(&tile.number, 1u);
-                    if (place < kListed) tile.found[place] = u64(i + k) | u64(negative) << 13 | u64(j) << 14;
+                    if (place < kListed) tile.found[place] = u64(i + k) | u64(sign & 1) << 13 | u64(m) << 14;
                 }
                 packed |= symbol << 8 * k;
                 if (FEW && here) few.add(symbol);
@@ -146,7 +147,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, const Scratc
         }
         if (FEW) few.widen();  // after eight entries
     }
-    if (!finite) atomicOr(&job->status->bits, u32(NONFINITE));
+    if (bad != 0) atomicOr(&job->status->bits, u32(NONFINITE));
     if (FEW) {
 #pragma unroll
         for (int k = 0; k < 16; k++) {
@@ -165,6 +166,10 @@ extern "C" __global__ void __launch_bounds__(256, 4) convert(Job* job, const Whe
     const Stream& stream = stream_of(job, t);
     Scratch& s = scratch_of(job, t);
     int tid = threadIdx.x;
+    int multiple = tid - s.largest, magnitude = multiple < 0 ? -multiple : multiple;
+    float level = __fadd_rn(float(magnitude), s.offset[magnitude > 1]);
+    float value = magnitude ? received(__fmul_rn(level, job->fits[where.item].step), t.dtype) : 0.0f;
+    tile.values[tid] = multiple < 0 ? -value : value;
     tile.counts[tid] = 0;
     if (!tid) tile.number = 0;
     __syncthreads();
