@@ -7,7 +7,6 @@
 // of all bits, and by how much more symbols have to be better.
 const double kFixed = 72, kLeastShare = 0.75, kNearly = 1.01;
 const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
-const double kLanes = 0.004;  // bits of lanes for each bit, or for each entry if these are more
 
 struct Measured {
     double bits;    // of symbols and outliers, for all entries of the frame
@@ -32,6 +31,14 @@ __device__ __forceinline__ double coded_bits(const Cells* cells, float zeros, fl
     }
     *table = double((warp_total(code) + 7) / 8 * 8);
     return double(warp_sum_float(bits)) + double(total) * double(log2f(float(warp_total(sum))));
+}
+
+// Bits that a coder on a GPU spends on its lanes, as write_head of coding.cu has it.
+__device__ __forceinline__ float lanes_of(float bits, float count) {
+    float lanes = fmaxf(bits, count) / 2048;
+    if (lanes >= 64) return 16 * lanes;
+    // As many as the power of two below: two thirds of them, in the mean.
+    return 16 * fminf(fmaxf(lanes, fminf(count / 384, bits / 512)), 64.0f) * (2.0f / 3);
 }
 
 // Rate with symbols up to ±largest, by a warp.
@@ -63,8 +70,7 @@ __device__ __noinline__ Measured measure_size(const Cells* cells, double total, 
     } else {
         m.bits = coded_bits(cells, zeros, all, largest, 14, &table) * scale;
     }
-    // What a coder on a GPU spends on its lanes: see kBitsPerLane and kMostRows of coding.cu.
-    m.table = table + kLanes * (m.bits > count ? m.bits : count);
+    m.table = table + double(lanes_of(float(m.bits), float(count)));
     if (beyond) {
         int b = bit_length(u32(excess / outside)) - 1;
         if (b < 0) b = 0;
