@@ -64,6 +64,15 @@ struct Tile {
     u32 number;
 };
 
+// Notes an outlier, and returns what is left of it.
+__device__ __noinline__ float take_apart(Tile& tile, int at, float u, float x, bool negative, float offset, float step,
+                                         int dtype) {
+    float m = floorf(x < kLimit ? x : kLimit), value = received(__fmul_rn(__fadd_rn(m, offset), step), dtype);
+    u32 place = atomicAdd(&tile.number, 1u);
+    if (place < kListed) tile.found[place] = u64(at) | u64(negative) << 13 | u64(m) << 14;
+    return __fsub_rn(u, negative ? -value : value);
+}
+
 // Symbols of u = g + decay·e, how often each comes, outliers, and e ← u − value: one pass over a tile of a tensor.
 // FEW: the alphabet has up to 16 symbols. WIDE: fp32 at addresses that are multiples of 16.
 template <bool FEW, bool WIDE>
@@ -121,13 +130,7 @@ __device__ __forceinline__ void convert_tile(Job* job, Where where, const Scratc
                 int sign = int(__float_as_uint(y)) >> 31, multiple = apart ? 0 : int(j);
                 u32 symbol = u32(largest + (multiple ^ sign) - sign);
                 left[k] = __fsub_rn(u, tile.values[symbol]);
-                if (apart && here) {
-                    float m = floorf(x < kLimit ? x : kLimit);
-                    float value = received(__fmul_rn(__fadd_rn(m, rest), step), dtype);
-                    left[k] = __fsub_rn(u, sign ? -value : value);
-                    u32 place = atomicAdd(&tile.number, 1u);
-                    if (place < kListed) tile.found[place] = u64(i + k) | u64(sign & 1) << 13 | u64(m) << 14;
-                }
+                if (apart && here) left[k] = take_apart(tile, i + k, u, x, sign != 0, rest, step, dtype);
                 packed |= symbol << 8 * k;
                 if (FEW && here) few.add(symbol);
                 if (!FEW && here) atomicAdd(&tile.counts[symbol], 1u);
@@ -177,8 +180,6 @@ extern "C" __global__ void __launch_bounds__(256, 4) convert(Job* job, const Whe
     bool few = s.largest <= 7;
     if (few && wide)
         convert_tile<true, true>(job, where, s, tile);
-    else if (few)
-        convert_tile<true, false>(job, where, s, tile);
     else if (wide)
         convert_tile<false, true>(job, where, s, tile);
     else

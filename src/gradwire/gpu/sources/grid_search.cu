@@ -93,10 +93,9 @@ __device__ __forceinline__ i64 stride_of(i64 sampled) {
     return sampled > kSearched ? (sampled + kSearched - 1) / kSearched : 1;
 }
 
-// What entry `at` of the frame's sample is, in units of its tensor's scale.
-__device__ float sampled_at(const Job* job, const Stream& stream, i64 at) {
+// What entry `at` of the sample of a frame of several tensors is, in units of its tensor's scale.
+__device__ __noinline__ float sampled_at(const Job* job, const Stream& stream, i64 at) {
     const Tensor* tensors = job->tensors + stream.first_tensor;
-    if (stream.tensors == 1) return tensors->sample[at];
     int low = 0, high = stream.tensors - 1;  // the last tensor that does not begin behind
     while (low < high) {
         int middle = (low + high + 1) / 2;
@@ -120,48 +119,46 @@ struct Staged {  // of a tensor, while its sample is read
 };
 const int kStaged = 16 * 256 * 4 / sizeof(Staged);
 
-// A thread's entries of the frame's sample, in units of their tensors' scales. By a block; `room` is for kStaged tensors.
-__device__ void load_sample(const Job* job, const Stream& stream, i64 all, i64 stride, Staged* room,
-                            float (&mine)[kMine]) {
-    const Tensor* tensors = job->tensors + stream.first_tensor;
-    const Fit* fits = job->fits + stream.first_tensor;
-    int tid = threadIdx.x, many = stream.tensors;
-    if (many == 1) {
-#pragma unroll
-        for (int k = 0; k < kMine; k++) {
-            i64 at = (i64(k) * kSearchers + tid) * stride;
-            mine[k] = at < all ? tensors->sample[at] : 0.0f;
-        }
-        return;
+// The sample of a frame, of which a thread reads entries in ascending order. Tensors are staged in `room`, if they fit.
+struct Entries {
+    const Job* job;
+    const Stream* stream;
+    Staged* room;
+    const float* sample;  // of the only tensor
+    i64 stride;
+    int now;              // the tensor of the entry before
+
+    __device__ void stage() {
+        const Tensor* tensors = job->tensors + stream->first_tensor;
+        const Fit* fits = job->fits + stream->first_tensor;
+        int number = stream->tensors;
+        sample = number == 1 ? tensors->sample : nullptr;
+        for (int k = threadIdx.x; number > 1 && number <= kStaged && k < number; k += blockDim.x)
+            room[k] = {tensors[k].sample, tensors[k].first - tensors->first, tensors[k].count, float(fits[k].mean_abs),
+                       fits[k].sampled};
+        __syncthreads();
     }
-    bool staged = many <= kStaged;
-    for (int k = tid; staged && k < many; k += kSearchers)
-        room[k] = {tensors[k].sample, tensors[k].first - tensors->first, tensors[k].count, float(fits[k].mean_abs),
-                   fits[k].sampled};
-    __syncthreads();
-    int now = 0;
-#pragma unroll
-    for (int k = 0; k < kMine; k++) {
-        i64 at = (i64(k) * kSearchers + tid) * stride;
-        mine[k] = 0;
-        if (at >= all) continue;
-        if (!staged) {
-            mine[k] = sampled_at(job, stream, at);
-            continue;
-        }
+    __device__ __noinline__ float of_several(i64 at) {
+        if (stream->tensors > kStaged) return sampled_at(job, *stream, at);
         while (at >= room[now].first + room[now].count) now++;
         const Staged& t = room[now];
         at -= t.first;
         if (t.count > t.sampled) at = at * t.sampled / t.count;
-        if (t.scale > 0) mine[k] = __fdiv_rn(t.sample[at], t.scale);
+        return t.scale > 0 ? __fdiv_rn(t.sample[at], t.scale) : 0.0f;
     }
-    __syncthreads();
-}
+    __device__ __forceinline__ float operator()(int k) { return sample ? sample[k * stride] : of_several(k * stride); }
+};
 
 // ── the search ────────────────────────────────────────────────────────────────────────────────────
 
-// Clears what the kernels behind add to, and finds how many entries are in tensors that are not all zero. By a block.
-__device__ void begin_frame(const Job* job, const Stream& stream, Scratch& s) {
+__device__ __noinline__ float log_of(double x) { return float(log2(x)); }
+
+__device__ __forceinline__ float step_at(float log) {
+    return round_step(double(exp2f(log < -126 ? -126 : log > 126 ? 126 : log)));
+}
+
+// Clears what the kernels behind add to, by a block.
+__device__ void begin_frame(Scratch& s) {
     int tid = threadIdx.x;
     for (int k = tid; k < kShifts * 256; k += blockDim.x) s.counts[k >> 8][k & 255] = 0;
     if (tid < 32) s.sizes[tid] = 0;
@@ -174,7 +171,8 @@ extern "C" __global__ void __launch_bounds__(kSearchers) search(Job* job, const 
     const int warps = kSearchers / 32;
     __shared__ Spread spread;
     __shared__ __attribute__((aligned(16))) Cells cells[warps][256];
-    __shared__ double logs[warps], excesses[warps], sums[4];
+    __shared__ double sums[4];
+    __shared__ float logs[warps], excesses[warps];
     __shared__ u32 tops[warps];
     Where where = parts[blockIdx.x / kShifts];
     const Tensor& t = job->tensors[where.item];
@@ -184,18 +182,20 @@ extern "C" __global__ void __launch_bounds__(kSearchers) search(Job* job, const 
     const Fit& fit = job->fits[where.item];
     const Format& f = *static_cast<const Format*>(t.format);
     Scratch& s = scratch_of(job, t);
-    if (!index) begin_frame(job, stream, s);
+    if (!index) begin_frame(s);
     i64 all = stream.tensors == 1 ? fit.sampled : stream.count, stride = stride_of(all);
-    float mine[kMine];
-    load_sample(job, stream, all, stride, reinterpret_cast<Staged*>(cells), mine);
+    int many = int((all + stride - 1) / stride);
+    Entries entries = {job, &stream, reinterpret_cast<Staged*>(cells), nullptr, stride, 0};
+    entries.stage();
     double moments[4] = {0, 0, 0, 0};  // magnitudes, squares, those that are not zero, entries of tensors that are not
     u32 top = 0;
-#pragma unroll
-    for (int k = 0; k < kMine; k++) {
-        moments[0] += fabs(double(mine[k]));
-        moments[1] += double(mine[k]) * double(mine[k]);
-        moments[2] += mine[k] != 0;
-        top = max(top, __float_as_uint(mine[k]) & 0x7fffffffu);
+#pragma unroll 4
+    for (int k = tid; k < many; k += kSearchers) {
+        float u = entries(k);
+        moments[0] += fabs(double(u));
+        moments[1] += double(u) * double(u);
+        moments[2] += u != 0;
+        top = max(top, __float_as_uint(u) & 0x7fffffffu);
     }
     for (int k = tid; stream.tensors > 1 && k < stream.tensors; k += kSearchers)
         if (job->fits[stream.first_tensor + k].mean_abs > 0)
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kSearchers) search(Job* job, const 
     if (!lane) tops[warp] = top;
     __syncthreads();
     for (int k = 0; k < warps; k++) top = max(top, tops[k]);
-    double sum = sums[0], square = sums[1], nonzero = sums[2], total = double((all + stride - 1) / stride);
+    double sum = sums[0], square = sums[1], nonzero = sums[2], total = double(many);
     if (!index && !tid) s.total = sums[3];
     if (stream.tensors > 1) total *= sums[3] / double(stream.count);
     if (fit.closer) total = nonzero * double(t.count) / double(fit.nonzero);
@@ -214,31 +214,34 @@ extern "C" __global__ void __launch_bounds__(kSearchers) search(Job* job, const 
         return;
     }
     if (total < nonzero) total = nonzero;
-    spread_out(spread, mine, top);
-    double mean = sum / total, count = double(stream.count);
-    float shift = shift_of(index);
+    entries.now = 0;
+    spread_out(spread, many, entries, top);
+    float count = float(stream.count), shift = shift_of(index), rate = float(f.rate), log_square = log_of(square);
+    float wanted = f.nmse > 0 ? log_of(f.nmse) + log_square : 0;  // of the squared error, if that is the target
     // From a step that leaves next to no error (an outlier has 24 bits) to one that leaves only zeros. Between them, for
     // GenNorm entries the step at a rate R is about E|x|·2^(2−R).
-    double finest = log2(sqrt(square / nonzero)) - 18.5, coarsest = log2(double(__uint_as_float(top))) + 1.5;
-    double guess = log2(mean) + 2 - (f.nmse > 0 ? 1 : f.rate), low = finest, high = coarsest, slope = 0.8;
+    float finest = (log_square - log_of(nonzero)) / 2 - 18.5f, coarsest = log_of(__uint_as_float(top)) + 1.5f;
+    float guess = log_of(sum / total) + 2 - (f.nmse > 0 ? 1 : rate), low = finest, high = coarsest, slope = 0.8f;
     const float around[warps] = {0, -5, -3, -2, -1.25f, -0.75f, -0.4f, -0.15f, 0.1f, 0.35f, 0.65f, 1, 1.5f, 2.5f, 4, 0};
-    double excess_low = 1e300, excess_high = -1e300;
+    float excess_low = kTooMuch, excess_high = -kTooMuch;
     bool reached = true;
+#pragma unroll 1
     for (int round = 0; round < 6; round++) {
-        double log = low + (high - low) * (warp + 1) / (warps + 1);
+        float log = low + (high - low) * float(warp + 1) / float(warps + 1);
         if (!round) {
-            log = warp == 0 ? finest : warp == warps - 1 ? coarsest : guess + double(around[warp]);
+            log = warp == 0 ? finest : warp == warps - 1 ? coarsest : guess + around[warp];
             log = log < finest ? finest : log > coarsest ? coarsest : log;
         }
-        float step = round_step(exp2(log < -126 ? -126 : log > 126 ? 126 : log));
+        float step = step_at(log);
         count_cells(spread, step, shift, cells[warp]);
         int largest;
-        Measured measured = measure(cells[warp], total, count, &largest);
-        double excess = excess_of(measured, f.rate, count);
-        if (f.nmse > 0 && excess < 1e299) excess = log2(f.nmse * square / error_of(spread, step, shift)) / 2;
+        Measured measured = measure(cells[warp], float(total), count, &largest);
+        float excess = excess_of(measured, rate, count);
+        if (f.nmse > 0 && excess < kTooMuch) excess = (wanted - log2f(error_of(spread, step, shift))) / 2 - log2f(step);
         __syncthreads();
         if (!lane) logs[warp] = log, excesses[warp] = excess;
         __syncthreads();
+#pragma unroll 1
         for (int k = warps - 1; k >= 0; k--) {  // from the largest step down to the first that is too small
             if (excesses[k] > 0 && logs[k] < high) {
                 low = logs[k], excess_low = excesses[k];
@@ -247,17 +250,16 @@ extern "C" __global__ void __launch_bounds__(kSearchers) search(Job* job, const 
             if (excesses[k] <= 0) high = logs[k], excess_high = excesses[k];
             if (!k && !round) reached = false;
         }
-        if (!reached || high - low < 0.012) break;
-        if (excess_low < 1e299 && excess_high > -1e299 && high - low > 0.02)
+        if (!reached || high - low < 0.012f) break;
+        if (excess_low < kTooMuch && excess_high > -kTooMuch && high - low > 0.02f)
             slope = (excess_low - excess_high) / (high - low);
     }
     if (tid) return;
-    double log = high;
-    if (reached && excess_low < 1e299 && excess_high > -1e299)  // between the two, where it is about 0
+    float log = high;
+    if (reached && excess_low < kTooMuch && excess_high > -kTooMuch)  // between the two, where it is about 0
         log = high - (high - low) * (-excess_high / (excess_low - excess_high));
-    log = log < -126 ? -126 : log > 126 ? 126 : log;
-    s.steps[index] = round_step(exp2(log));
-    s.slopes[index] = reached && excess_low < 1e299 ? float(slope) : 0.0f;  // 0: it must not become smaller
+    s.steps[index] = step_at(log);
+    s.slopes[index] = reached && excess_low < kTooMuch ? slope : 0.0f;  // 0: it must not become smaller
 }
 
 // ── the choice, by the whole sample ───────────────────────────────────────────────────────────────
@@ -280,7 +282,8 @@ __device__ void state_grid(Job* job, const Stream& stream, Scratch& s, const dou
 // Cells and errors of the grids that the search found; the last block of a frame chooses among them.
 extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where* parts) {
     __shared__ Cells counts[kShifts][256];
-    __shared__ double totals[kShifts][3], scores[kShifts], excesses[kShifts];
+    __shared__ double totals[kShifts][3];
+    __shared__ float scores[kShifts], excesses[kShifts];
     __shared__ int sizes[kShifts];
     __shared__ u32 numbers[kShifts][2];  // entries at 1 and at larger magnitudes
     __shared__ float of_warps[8][3 * kShifts + 1];
@@ -299,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
 #pragma unroll
     for (int k = 0; k <= 3 * kShifts; k++) left_over[k] = 0;
     __syncthreads();
+#pragma unroll 1
     for (int at = where.index * kPart + tid; at < (where.index + 1) * kPart && at < fit.sampled; at += blockDim.x) {
         float u = t.sample[at];
         if (u == 0) continue;
@@ -339,33 +343,34 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
     }
     for (int k = tid; k < kShifts * 256; k += blockDim.x) counts[k >> 8][k & 255] = s.counts[k >> 8][k & 255];
     __syncthreads();
-    double count = double(stream.count);
+    float count = float(stream.count);
     if (warp < kShifts) {
         double sums[3] = {0, 0, 0};
         u32 first = 0, others = 0;
         for (int p = lane; p < part_count; p += 32)
             for (int k = 0; k < 3; k++) sums[k] += job->partial[i64(first_part + p) * 32 + 3 * warp + k];
         for (int k = lane; k < kCells; k += 32) (k ? others : first) += counts[warp][k] + counts[warp][128 + k];
-        double error = 0;
+#pragma unroll 1
         for (int k = 0; k < 3; k++) sums[k] = warp_sum(sums[k]);
-        error = sums[0];
+        double error = sums[0];
         first = warp_total(first), others = warp_total(others);
         if (first) error -= sums[1] * sums[1] / first;  // every magnitude is where its entries are in the mean
         if (others) error -= sums[2] * sums[2] / others;
-        if (error < 0) error = 0;
-        error *= double(s.steps[warp]) * double(s.steps[warp]);
+        // In units of the step, so that logarithms in fp32 will do.
+        float log_error = log2f(fmaxf(float(error), 1e-30f)), log_step = log2f(s.steps[warp]);
         int largest;
-        Measured m = measure(counts[warp], total > 1 ? total : 1, count, &largest);
+        Measured m = measure(counts[warp], total > 1 ? float(total) : 1.0f, count, &largest);
         if (!lane) {
             for (int k = 0; k < 3; k++) totals[warp][k] = sums[k];
             numbers[warp][0] = first, numbers[warp][1] = others;
             sizes[warp] = largest ? largest : kCells;
-            excesses[warp] = excess_of(m, f.rate, count);
-            double energy = stream.tensors == 1 ? total * fit.mean_abs * fit.mean_abs : total;
-            if (f.nmse > 0)
-                excesses[warp] = fit.closer ? 0.0 : log2(f.nmse * energy / (error > 1e-300 ? error : 1e-300)) / 2;
+            excesses[warp] = excess_of(m, float(f.rate), count);
+            if (f.nmse > 0) {
+                float energy = log_of(total) + (stream.tensors == 1 ? 2 * log_of(fit.mean_abs) : 0.0f);
+                excesses[warp] = fit.closer ? 0.0f : (log_of(f.nmse) + energy - log_error) / 2 - log_step;
+            }
             // At one bit an entry for a factor of four in the error.
-            scores[warp] = m.bits / count + log2(error > 1e-300 ? error : 1e-300) / 2;
+            scores[warp] = m.bits / count + log_error / 2 + log_step;
         }
     }
     __syncthreads();
@@ -377,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
             if (scores[k] < scores[best]) best = k;
         }
         double change = 0;
-        if (total > kSearched && s.slopes[best] > 0.1f && excesses[best] < 1e299) {
+        if (total > kSearched && s.slopes[best] > 0.1f && excesses[best] < kTooMuch) {
             change = excesses[best] / double(s.slopes[best]);
             change = change > 0.1 ? 0.1 : change > -0.1 ? change : -0.1;
         }

@@ -6,7 +6,6 @@
 const int kFineBits = 17;             // of a float, within a part
 const int kParts = 40 * 64;           // the last one has the largest magnitude; what is below all is in the first
 const int kSearchers = 512;           // threads of a block that searches
-const int kMine = kSearched / kSearchers;
 
 struct Spread {
     u32 above[kParts + 1];            // entries in this part and those above; << 16: how many of them are negative
@@ -14,18 +13,19 @@ struct Spread {
     int base;                         // what the first part is called as the high bits of a float
 };
 
-// By all threads of a block: `mine` are the entries of a thread, zeros where there are none, and `top` has the bits of
+// By all threads of a block: `get` returns an entry of the sample, of which there are `many`, and `top` has the bits of
 // the largest magnitude.
-__device__ __forceinline__ void spread_out(Spread& spread, const float (&mine)[kMine], u32 top) {
+template <typename Get>
+__device__ __forceinline__ void spread_out(Spread& spread, int many, Get get, u32 top) {
     int tid = threadIdx.x, base = int(top >> kFineBits) - (kParts - 1);
     const int each = kParts / kSearchers;
     static_assert(each * kSearchers == kParts, "every thread adds up as many");
     for (int k = tid; k < kParts; k += kSearchers) spread.above[k] = 0, spread.least[k] = ~0u, spread.most[k] = 0;
     if (!tid) spread.above[kParts] = 0, spread.base = base;
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kMine; k++) {
-        u32 bits = __float_as_uint(mine[k]), magnitude = bits & 0x7fffffffu;
+#pragma unroll 4
+    for (int k = tid; k < many; k += kSearchers) {
+        u32 bits = __float_as_uint(get(k)), magnitude = bits & 0x7fffffffu;
         if (!magnitude) continue;
         int part = max(int(magnitude >> kFineBits) - base, 0);
         atomicAdd(&spread.above[part], 1u | bits >> 31 << 16);
@@ -77,8 +77,8 @@ __device__ __forceinline__ void count_cells(const Spread& spread, float step, fl
     __syncwarp();
 }
 
-// The squared error of a grid, by a warp.
-__device__ __forceinline__ double error_of(const Spread& spread, float step, float shift) {
+// The squared error of a grid, in units of the squared step. By a warp.
+__device__ __noinline__ float error_of(const Spread& spread, float step, float shift) {
     int lane = threadIdx.x & 31;
     float error = 0, excess[2] = {0, 0};
     u32 number[2] = {0, 0};
@@ -96,11 +96,10 @@ __device__ __forceinline__ double error_of(const Spread& spread, float step, flo
         error += float(n) * (left * left + (n > 2 ? width * width / 12 : n > 1 ? width * width / 4 : 0.0f));
         if (m > 0) excess[m > 1] += float(n) * left, number[m > 1] += n;
     }
-    double all = double(warp_sum_float(error));
+    error = warp_sum_float(error);
     for (int k = 0; k < 2; k++) {  // every magnitude is where its entries are in the mean
-        double sum = double(warp_sum_float(excess[k])), n = double(warp_total(number[k]));
-        if (n > 0) all -= sum * sum / n;
+        float sum = warp_sum_float(excess[k]), n = float(warp_total(number[k]));
+        if (n > 0) error -= sum * sum / n;
     }
-    all = (all < 0 ? 0 : all) * double(step) * double(step);
-    return all > 1e-300 ? all : 1e-300;
+    return fmaxf(error, 1e-30f);
 }
