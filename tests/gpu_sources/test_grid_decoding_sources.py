@@ -102,6 +102,31 @@ def test_segments_and_dtypes(decoder: MessageDecoder, dtype: torch.dtype) -> Non
     assert result is not None and torch.equal(result, host_mean(frames, 1 / 3))
 
 
+def clusters(n: int, seed: int) -> torch.Tensor:
+    """Entries whose outliers stand close together, with a long way between: codes of many zeros."""
+    x = normal(n, seed)
+    for first in (0, n // 2, n - 400):
+        x[first : first + 400] *= 400.0
+    return x
+
+
+def periodic(n: int, seed: int) -> torch.Tensor:
+    """Entries whose outliers all have the same code, which wrong starts never run into."""
+    x = normal(n, seed)
+    x[::64] = 1000.0
+    return x
+
+
+@pytest.mark.parametrize("draw", [clusters, periodic])
+def test_outliers_whose_codes_are_hard_to_find(
+    decoder: MessageDecoder, draw: Callable[[int, int], torch.Tensor]
+) -> None:
+    codec, size = gradwire.codec("ecq"), 150_000
+    frames = [frame_of(codec, [draw(size, rank)]) for rank in range(2)]
+    result = mean(decoder, codec, [size], frames, 0.5)
+    assert result is not None and torch.equal(result, host_mean(frames, 0.5))
+
+
 def test_a_tensor_that_a_rank_has_not(decoder: MessageDecoder) -> None:
     codec, sizes = gradwire.codec("ecq"), [5000, 300]
     gradients = [heavy(n, n) for n in sizes]

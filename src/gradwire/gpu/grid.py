@@ -14,7 +14,7 @@ from gradwire.kernels import grid_capacity
 
 LARGEST = 127  # magnitude of a symbol
 HEAD, SHIFTS, SEARCHERS = 8192, 7, 512  # as in sources/grid.h and grid_spread.h
-BUCKET, PIECE_BITS = 4096, 1024  # as in sources/apart.h
+BUCKET, PIECE_BITS = 4096, 256  # as in sources/apart.h
 SHORT = 1 << 17  # entries of a frame, as in sources/grid.cu
 LENGTH_BYTES = 10  # of a varint, at most
 

@@ -6,24 +6,24 @@
 #pragma once
 #include "arrivals.h"
 
-const u64 kPieceBits = 1024;
-const int kBucket = 4096;     // entries of the frame for each place of the index
-const u32 kApart = 255;       // the symbol that marks an outlier; no grid has so many
+const u64 kPieceBits = 256;
+const int kBucket = 4096;  // entries of the frame for each place of the index
+const u32 kApart = 255;  // the symbol that marks an outlier; no grid has so many
 
-struct CodePiece {            // of the bits of all codes
+struct CodePiece {  // of the bits of all codes
     u64 entry, exit, first_exit;  // where its first code begins, and the first code behind it; as found at first
-    u64 span;                 // entries up to its last outlier, then those before its first
-    u32 count, rank;          // its outliers, and how many come before
+    u64 span;  // entries up to its last outlier, then those before its first
+    u32 count, rank;  // its outliers, and how many come before
 };
 
 struct Listed {
-    u32 position;             // in the frame
-    float level;              // what it stands for at step 1
+    u32 position;  // in the frame
+    float level;  // what it stands for at step 1
 };
 
 struct Apart {
     const u8* codes;
-    u64 count, bits;          // outliers; bits of their codes
+    u64 count, bits;  // outliers; bits of their codes
     u32 pieces;
     int a, b, largest, offset_count, spare;
     float offsets[16];

@@ -279,6 +279,8 @@ __device__ void state_grid(Job* job, const Stream& stream, Scratch& s, const dou
     mine.zero = s.largest;
 }
 
+const int kSums = 3 * kShifts + 1;
+
 // Cells and errors of the grids that the search found; the last block of a frame chooses among them.
 extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where* parts) {
     __shared__ Cells counts[kShifts][256];
@@ -286,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
     __shared__ float scores[kShifts], excesses[kShifts];
     __shared__ int sizes[kShifts];
     __shared__ u32 numbers[kShifts][2];  // entries at 1 and at larger magnitudes
-    __shared__ float of_warps[8][3 * kShifts + 1];
+    __shared__ float of_warps[8][kSums];
     Where where = parts[blockIdx.x];
     const Tensor& t = job->tensors[where.item];
     const Stream& stream = stream_of(job, t);
@@ -296,11 +298,11 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
     int tid = threadIdx.x;
     for (int k = tid; k < kShifts * 256; k += blockDim.x) counts[k >> 8][k & 255] = 0;
     float inverses[kShifts];
-    float left_over[3 * kShifts + 1];  // squared errors, how far above 1 and above all others, and entries
+    float left_over[kSums];  // squared errors, how far above 1 and above all others, and entries
 #pragma unroll
     for (int k = 0; k < kShifts; k++) inverses[k] = __fdiv_rn(1.0f, step_of(s.steps[k], stream, fit));
 #pragma unroll
-    for (int k = 0; k <= 3 * kShifts; k++) left_over[k] = 0;
+    for (int k = 0; k < kSums; k++) left_over[k] = 0;
     __syncthreads();
 #pragma unroll 1
     for (int at = where.index * kPart + tid; at < (where.index + 1) * kPart && at < fit.sampled; at += blockDim.x) {
@@ -317,14 +319,20 @@ extern "C" __global__ void __launch_bounds__(256) compare(Job* job, const Where*
             if (j) atomicAdd(&counts[k][j > kCells ? 127 : y < 0 ? 127 + j : j - 1], 1u);
         }
     }
+    // Through shared memory: sums over warps would be longer than all the rest.
+    __shared__ float all_left[256][kSums];
 #pragma unroll
-    for (int k = 0; k <= 3 * kShifts; k++) {  // of four entries each, so that fp32 will do
-        float sum = warp_sum_float(left_over[k]);
-        if (!(tid & 31)) of_warps[tid >> 5][k] = sum;
-    }
+    for (int k = 0; k < kSums; k++) all_left[tid][k] = left_over[k];
     __syncthreads();
     double* mine = job->partial + i64(t.first_part + where.index) * 32;
-    if (tid <= 3 * kShifts) {
+    if (tid < kSums * 8) {
+        float sum = 0;
+#pragma unroll 8
+        for (int k = 0; k < 32; k++) sum += all_left[32 * (tid / kSums) + k][tid % kSums];
+        of_warps[tid / kSums][tid % kSums] = sum;
+    }
+    __syncthreads();
+    if (tid < kSums) {
         double sum = 0;
         for (int w = 0; w < 8; w++) sum += double(of_warps[w][tid]);
         mine[tid] = sum;

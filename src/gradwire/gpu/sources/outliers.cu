@@ -85,14 +85,20 @@ __device__ __forceinline__ const Arrival* grid_of(DecodeJob* job, i64 blocks) {
     return arrival.codec != 3 || arrival.broken || !apart_of(arrival).count ? nullptr : &arrival;
 }
 
-// Every piece from its first bit on.
+// Every piece from its first bit on. One of zeros has no code of its own: whoever begins before it walks through.
 extern "C" __global__ void __launch_bounds__(128) begin_pieces(DecodeJob* job, i64 blocks) {
     const Arrival* arrival = grid_of(job, blocks);
     if (!arrival) return;
     const Apart& list = apart_of(*arrival);
     for (u64 k = u64(blockIdx.x % blocks) * 128 + threadIdx.x; k < list.pieces; k += u64(blocks) * 128) {
         CodePiece& piece = pieces_of(*arrival)[k];
-        read_piece(list, piece, k, k * kPieceBits, u64(arrival->count));
+        u64 start = k * kPieceBits, any = 0;
+        for (u64 at = start; at < start + kPieceBits; at += 64) any |= peek(list, at);
+        if (any)
+            read_piece(list, piece, k, start, u64(arrival->count));
+        else
+            piece.entry = start, piece.exit = start + kPieceBits < list.bits ? kNowhere : start, piece.count = 0,
+            piece.span = 0;
         piece.first_exit = piece.exit;
     }
 }
@@ -109,8 +115,53 @@ extern "C" __global__ void __launch_bounds__(128) join_pieces(DecodeJob* job, i6
     }
 }
 
+// The largest number of all threads before this one, of a block of 1024; 0 for the first.
+__device__ __forceinline__ u64 largest_before(u64 x) {
+    __shared__ u64 of_warps[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int by = 1; by < 32; by <<= 1) {
+        u64 other = __shfl_up_sync(~0u, x, by);
+        if (lane >= by && other > x) x = other;
+    }
+    u64 before = __shfl_up_sync(~0u, x, 1);
+    if (!lane) before = 0;
+    __syncthreads();
+    if (lane == 31) of_warps[warp] = x;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) before = of_warps[w] > before ? of_warps[w] : before;
+    return before;
+}
+
+// Lets a thread's pieces begin where the one before ends, and returns whether that changed any of them. Several are
+// looked at before the first is read.
+__device__ bool settle_some(const Apart& list, CodePiece* pieces, u32 first, u32 end, u64 entry, u64 elements) {
+    bool changed = false;
+    for (u32 base = first; base < end; base += 8) {
+        u64 entries[8], exits[8];
+#pragma unroll
+        for (u32 k = 0; k < 8; k++)
+            if (base + k < end) entries[k] = pieces[base + k].entry, exits[k] = pieces[base + k].exit;
+#pragma unroll
+        for (u32 k = 0; k < 8; k++) {
+            if (base + k >= end) continue;
+            if (entry != entries[k]) {
+                changed = true;
+                CodePiece& piece = pieces[base + k];
+                if (entry == kNowhere)
+                    piece.entry = piece.exit = kNowhere, piece.count = 0, piece.span = 0;
+                else
+                    read_piece(list, piece, base + k, entry, elements);
+                exits[k] = piece.exit;
+            }
+            entry = exits[k];
+        }
+    }
+    return changed;
+}
+
 // The rest of them, until all begin where the one before ends; then how many outliers come before each. One block of
-// 1024 threads for each frame.
+// 1024 threads for each frame, each of which has pieces that lie side by side. As a rule nothing is left to do. After as
+// many rounds as there are threads all pieces are right, so that it takes no longer than one thread would.
 extern "C" __global__ void __launch_bounds__(1024) settle_pieces(DecodeJob* job) {
     __shared__ int changed;
     const Arrival* found = grid_of(job, 1);
@@ -119,35 +170,37 @@ extern "C" __global__ void __launch_bounds__(1024) settle_pieces(DecodeJob* job)
     const Apart& list = apart_of(arrival);
     CodePiece* pieces = pieces_of(arrival);
     u32 tid = threadIdx.x, count = list.pieces, each = (count + 1023) / 1024;
-    for (u32 round = 0; round <= count; round++) {
+    u32 first = min(tid * each, count), end = min(first + each, count);
+    bool settled = false;
+#pragma unroll 1
+    for (u32 round = 0; round <= 1024 && !settled; round++) {
         __syncthreads();
         if (!tid) changed = 0;
+        // A code may reach beyond the pieces of the next thread; what is no code tells nothing.
+        u64 exit = first < end ? pieces[end - 1].exit : 0, entry = largest_before(exit == kNowhere ? 0 : exit);
+        if (first < end && settle_some(list, pieces, first, end, entry, u64(arrival.count))) changed = 1;
         __syncthreads();
-        for (u32 k = tid; k < count; k += 1024) {
-            u64 entry = k ? pieces[k - 1].exit : 0;
-            if (entry == pieces[k].entry) continue;
-            changed = 1;
-            if (entry == kNowhere)
-                pieces[k].entry = pieces[k].exit = kNowhere, pieces[k].count = 0, pieces[k].span = 0;
-            else
-                read_piece(list, pieces[k], k, entry, u64(arrival.count));
-        }
-        __syncthreads();
-        if (!changed) break;
+        settled = !changed;
     }
     u64 outliers = 0, span = 0, all_outliers, all_span;
-    for (u32 k = tid * each; k < count && k < (tid + 1) * each; k++)
-        outliers += pieces[k].count, span += pieces[k].span;
+#pragma unroll 8
+    for (u32 k = first; k < end; k++) outliers += pieces[k].count, span += pieces[k].span;
     outliers = block_scan(outliers, &all_outliers);
     span = block_scan(span, &all_span);
-    for (u32 k = tid * each; k < count && k < (tid + 1) * each; k++) {
+#pragma unroll 4
+    for (u32 k = first; k < end; k++) {
         u64 mine = pieces[k].span;
         pieces[k].rank = u32(outliers), pieces[k].span = span;
         outliers += pieces[k].count, span += mine;
     }
+    // What is no code must not stand before the end.
+    bool broken = first < end && first &&
+                  (pieces[first - 1].exit == kNowhere || pieces[first - 1].exit != pieces[first].entry);
+    if (broken) changed = 1;
+    __syncthreads();
     if (tid) return;
-    u64 end = pieces[count - 1].exit;
-    bool sound = end != kNowhere && list.bits - end <= 7 && !peek(list, end);
+    u64 last = pieces[count - 1].exit;
+    bool sound = !changed && last != kNowhere && list.bits - last <= 7 && !peek(list, last);
     if (!sound || all_outliers != list.count || all_span > u64(arrival.count)) {
         job->arrivals[blockIdx.x].broken = 1;
         atomicOr(&job->status->bits, u32(UNUSUAL));
@@ -167,6 +220,8 @@ extern "C" __global__ void __launch_bounds__(128) list_outliers(DecodeJob* job, 
         const CodePiece piece = pieces_of(arrival)[k];
         u64 at = piece.entry;
         i64 position = i64(piece.span) - 1;
+        u32 held = u32(list.largest);  // the symbol in the place of the outlier before: it is not waited for
+        bool usual = true;
         for (u32 j = 0; j < piece.count; j++) {
             Code code = read_code(list, at);
             i64 bucket = position < 0 ? -1 : position / kBucket;
@@ -180,8 +235,10 @@ extern "C" __global__ void __launch_bounds__(128) list_outliers(DecodeJob* job, 
             float level = __fadd_rn(float(code.magnitude), which ? list.offsets[which - 1] : 0.0f);
             listed[rank] = {u32(position), code.negative ? -level : level};
             u8* symbol = arrival.symbols + position;
-            if (*symbol != u32(list.largest) || code.magnitude > 1u << 24) atomicOr(&job->status->bits, u32(UNUSUAL));
+            usual &= held == u32(list.largest) && code.magnitude <= 1u << 24;
+            held = *symbol;
             *symbol = u8(kApart);
         }
+        if (!usual || held != u32(list.largest)) atomicOr(&job->status->bits, u32(UNUSUAL));
     }
 }
