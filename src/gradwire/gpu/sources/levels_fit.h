@@ -5,17 +5,6 @@
 
 const float kUsual = 1.329227995784916e36f;  // 2^120: up to here, sums of a bucket are far from overflowing
 
-// Both without −0: which zero is the smaller may differ between the threads, and all must decide alike.
-__device__ __forceinline__ float warp_min(float x) {
-    for (int by = 16; by; by >>= 1) x = fminf(x, __shfl_xor_sync(~0u, x, by));
-    return x + 0.0f;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-    for (int by = 16; by; by >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
-    return x + 0.0f;
-}
-
 // Integers in the order of floats.
 __device__ __forceinline__ u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
@@ -23,6 +12,11 @@ __device__ __forceinline__ u32 ordered(float x) {
 }
 
 __device__ __forceinline__ float unordered(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : ~0u)); }
+
+// Both without −0.
+__device__ __forceinline__ float warp_min(float x) { return unordered(warp_least(ordered(x))) + 0.0f; }
+
+__device__ __forceinline__ float warp_max(float x) { return unordered(warp_most(ordered(x))) + 0.0f; }
 
 // The power of two that brings a range near 1, as far as fp32 has it.
 __device__ __forceinline__ float scale_of(float range) {
@@ -114,15 +108,17 @@ __device__ __forceinline__ float coarse_split(const float (&x)[N], int n, float 
 template <int N>
 __device__ __forceinline__ void best_two(const float (&u)[N], int n, float least, float greatest, Bins<N>& bins,
                                          float* numbers) {
-    float range = greatest - least, x[N], part[4] = {0, 0, 0, 0};
     numbers[0] = numbers[1] = least;
-    if (!(range > 0)) return;
+    if (!(greatest - least > 0)) return;
+    // From 0 to a number near 1, so that no sum is beyond fp32.
+    float scale = scale_of(greatest - least), back = __uint_as_float((254u - (__float_as_uint(scale) >> 23)) << 23);
+    float range = (greatest - least) * scale, x[N], part[4] = {0, 0, 0, 0};
     if (n == 32 * N) {
 #pragma unroll
-        for (int q = 0; q < N; q++) x[q] = u[q] - least;
+        for (int q = 0; q < N; q++) x[q] = (u[q] - least) * scale;
     } else {
 #pragma unroll
-        for (int q = 0; q < N; q++) x[q] = u[q] < kInfinity ? u[q] - least : 0.0f;
+        for (int q = 0; q < N; q++) x[q] = u[q] < kInfinity ? (u[q] - least) * scale : 0.0f;
     }
 #pragma unroll
     for (int q = 0; q < N; q++) part[q & 3] += x[q];
@@ -146,7 +142,7 @@ __device__ __forceinline__ void best_two(const float (&u)[N], int n, float least
         low = below / float(c), high = (all - below) / float(n - c);
         split = 0.5f * low + 0.5f * high;
     }
-    numbers[0] = least + low, numbers[1] = least + high;
+    numbers[0] = least + low * back, numbers[1] = least + high * back;
 }
 
 // BinGrad-pb: b = (1/n)·Σ_{|v| ≥ b} |v| of n magnitudes.
@@ -224,15 +220,16 @@ __device__ float best_between(const float (&u)[N], float low, float high, const 
         below_high[q & 3] += sign_of(__fsub_rn(u[q], high));
         part[q & 3] += fminf(fmaxf(above, 0.0f), range);
     }
-    int base = int(warp_total(under[0] + under[1] + under[2] + under[3]));
-    int beyond = 32 * N - int(warp_total(below_high[0] + below_high[1] + below_high[2] + below_high[3]));
-    int n = 32 * N - base - beyond;
-    double sum = warp_sum((double(part[0]) + double(part[1])) + (double(part[2]) + double(part[3])));
-    sum -= double(beyond) * double(range);
+    // Both counts are at most 2048, so that they are added up together.
+    u32 counts = warp_total((under[0] + under[1] + under[2] + under[3]) |
+                            (below_high[0] + below_high[1] + below_high[2] + below_high[3]) << 16);
+    int base = int(counts & 0xffff), beyond = 32 * N - int(counts >> 16), n = 32 * N - base - beyond;
+    // In units of the range, as the sum of all may be beyond fp32.
+    float sum = warp_sum_float(((part[0] + part[1]) + (part[2] + part[3])) / range) - float(beyond);
     if (n <= 0) return low;
-    double rank = ceil(double(n) - sum / double(range)) - 1;
+    float rank = ceilf(float(n) - sum) - 1;
     rank = rank > 0 ? rank : 0;
-    int wanted = 1 + (rank < n - 1 ? int(rank) : n - 1);
+    int wanted = 1 + (rank < float(n - 1) ? int(rank) : n - 1);
     // `few` are up to `below`, less than wanted; `many` are up to `at`, as many as wanted or more.
     u32 below = ordered(low == 0 ? -0.0f : low) - 1, at = ordered(high);
     int few = 0, many = n, bin = 0;
@@ -297,10 +294,16 @@ __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u
     float greatest = warp_max(fmaxf(fmaxf(highest[0], highest[1]), fmaxf(highest[2], highest[3])));
     float magnitude = fmaxf(-least, greatest);
     if (KIND == SIGNS) {
-        double sum[4] = {0, 0, 0, 0};
+        float sum[4] = {0, 0, 0, 0};
+        if (n == 32 * N) {
 #pragma unroll
-        for (int q = 0; q < N; q++) sum[q & 3] += double(u[q] < kInfinity ? fabsf(u[q]) : 0.0f);
-        numbers[0] = __double2float_rn(warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) / n);
+            for (int q = 0; q < N; q++) sum[q & 3] += fabsf(u[q]);
+        } else {
+#pragma unroll
+            for (int q = 0; q < N; q++) sum[q & 3] += u[q] < kInfinity ? fabsf(u[q]) : 0.0f;
+        }
+        double all = (double(sum[0]) + double(sum[1])) + (double(sum[2]) + double(sum[3]));
+        numbers[0] = __double2float_rn(warp_sum(all) / n);
     } else if (KIND == SCALED) {
         numbers[0] = recipe.method == RANGE ? least : magnitude;
         numbers[1] = greatest;

@@ -10,6 +10,6 @@ extern "C" __global__ void __launch_bounds__(128, 5) searched1024(Job* job, cons
     convert<8, SEARCHED>(job, tiles);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 3) searched2048(Job* job, const Where* tiles) {
+extern "C" __global__ void __launch_bounds__(128, 4) searched2048(Job* job, const Where* tiles) {
     convert<16, SEARCHED>(job, tiles);
 }
