@@ -58,7 +58,7 @@ class GradientExchange:
         self.coder, self.link, self.host, self.aggregate = coder, link, host, aggregate
         self.messages = 0  # sent since the last `use`
         self._submissions = Submissions(coder.recipes, coder.known)
-        self._means_ready: torch.cuda.Event | None = None  # if the last step was not waited for
+        self._makes_means: torch.cuda.Stream | None = None  # if the last step was not waited for
         self._is_settled, self._settle_job_over = True, threading.Event()
         self._settle_job_over.set()
         self._loss_scale, self._scaled_in = loss_scale, -1
@@ -123,8 +123,8 @@ class GradientExchange:
         self._thread.submit(self._last_job)
         with self.coder.ledger.waiting():
             self._drain()
-        if self._means_ready is not None:
-            torch.cuda.current_stream().wait_event(self._means_ready)
+        if self._makes_means is not None:
+            torch.cuda.current_stream(self._makes_means.device).wait_stream(self._makes_means)
         if not self._unattended.all_settled:
             self._is_settled = False
             self._settle_job_over.clear()
@@ -220,7 +220,7 @@ class GradientExchange:
             ]
         )
         attended = self._unattended.all_settled
-        self._means_ready = self._host_copies.put_back(wait=attended)
+        self._makes_means = self._host_copies.put_back(wait=attended)
         self.coder.ledger.count_step()
         self.link.at_step(self.coder.ledger.steps)
         self._host_copies.clear()

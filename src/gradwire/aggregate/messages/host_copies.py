@@ -85,10 +85,10 @@ class HostCopies:
         self._stream.synchronize()
         return copy
 
-    def put_back(self, wait: bool) -> torch.cuda.Event | None:
+    def put_back(self, wait: bool) -> torch.cuda.Stream | None:
         """Copy the means to the tensors that copies were made of.
 
-        Those on a GPU are waited for, unless an event is returned behind which they are there.
+        Those on a GPU are waited for, unless the stream is returned that makes them.
         """
         for name, original in self._originals.items():
             copy = self.tensors[name]  # if on a GPU, this thread's stream may not have come so far that it is the mean
@@ -102,8 +102,7 @@ class HostCopies:
         if wait:
             stream.synchronize()
             return None
-        event: torch.cuda.Event = stream.record_event()
-        return event
+        return stream
 
     def clear(self) -> None:
         """Forget the tensors of this step."""
