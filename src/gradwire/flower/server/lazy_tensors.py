@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -37,7 +37,8 @@ class LazyTensors:
         self.makers: dict[str, MakeTensor] = {}  # by name, of the update that was read last
         self._largest_before: dict[str, float] = {}  # the largest magnitude of each tensor of the model
         self._scratch = torch.empty(0)
-        self._last_made: dict[str, np.ndarray] = {}
+        # The memory that each tensor was last decoded to, and the array by which it was lent.
+        self._lent: dict[str, tuple[np.ndarray, weakref.ref[np.ndarray]]] = {}
 
     def start_update(self) -> None:
         """Forget the tensors of the update before. Functions that were taken from `makers` stay valid."""
@@ -68,12 +69,12 @@ class LazyTensors:
         return float(kernels.absmax(difference))
 
     def _make(self, name: str, header: headers.Header, payload: np.ndarray, before: torch.Tensor) -> torch.Tensor:
-        memory = self._last_made.get(name)
-        # `_last_made`, `memory` and the argument of getrefcount are three references; a tensor or a view that somebody
-        # still uses would be a fourth.
-        if memory is None or sys.getrefcount(memory) > 3:
-            memory = self._last_made[name] = torch.empty(before.shape).numpy()
-        return codecs.decode_onto(header, payload, torch.from_numpy(memory), before.contiguous())
+        memory, borrowed = self._lent.get(name, (None, None))
+        if memory is None or borrowed is None or borrowed() is not None:  # somebody has a tensor, or a view of one
+            memory = np.empty(before.shape, dtype=np.float32)
+        lent = memory.view()  # lives as long as tensors and arrays that are made of it
+        self._lent[name] = memory, weakref.ref(lent)
+        return codecs.decode_onto(header, payload, torch.from_numpy(lent), before.contiguous())
 
 
 def check_size(name: str, after: torch.Tensor, before: torch.Tensor) -> None:
