@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 import gradwire
 from gradwire import GradwireError, SpecError
 from gradwire.catalogue.all_recipes import CATALOGUE
+from gradwire.catalogue.spec_by_name import parse_spec, warn_of_idle_patterns
 from support.cases import for_each
 
 MINIFLOAT = ["co3", "gennorm"]
@@ -128,3 +131,13 @@ def test_errors_have_one_family():
         assert issubclass(error, GradwireError)
     assert issubclass(SpecError, ValueError) and issubclass(gradwire.FrameError, ValueError)
     assert issubclass(gradwire.AggregateError, RuntimeError)
+
+
+def test_patterns_that_match_nothing_are_named() -> None:
+    recipes = parse_spec({"layers.*": "co3", "*.bias": "none", "*": "none"})
+    with pytest.warns(UserWarning, match=r"'layers\.\*' matches no parameter .* nearest is 'layer\.0\.bias'"):
+        warn_of_idle_patterns(recipes, ["layer.0.weight", "layer.0.bias"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_idle_patterns(recipes, ["layers.0.weight", "layers.0.bias"])
+        warn_of_idle_patterns(parse_spec("co3"), ["anything"])

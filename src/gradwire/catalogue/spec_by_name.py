@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from gradwire.catalogue.parse_recipe import recipe
@@ -45,6 +47,16 @@ def recipe_of_name(name: str, recipes: Recipes) -> Recipe:
         if _compiled(pattern).match(name):
             return chosen
     raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
+
+
+def warn_of_idle_patterns(recipes: Recipes, names: Iterable[str]) -> None:
+    """Warn of patterns that match none of a model's parameters: they are likely to be misspelt."""
+    names = list(names)
+    for pattern in recipes:
+        if names and pattern != "*" and not any(map(_compiled(pattern).match, names)):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+            hint = f"; the nearest is {near[0]!r}" if near else f", which has names such as {names[0]!r}"
+            warnings.warn(f"the pattern {pattern!r} matches no parameter of the model{hint}", UserWarning, stacklevel=3)
 
 
 def recipe_of_tensor(name: str, entries: int, recipes: Recipes) -> Recipe:

@@ -24,7 +24,7 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import Facts, describe
 from gradwire.aggregate.sums.aggregator_for_all_or_none import aggregator_sums
 from gradwire.aggregate.transport.link import Link
-from gradwire.catalogue.spec_by_name import Spec
+from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
 from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.correct.momentum import Takeover
 from gradwire.correct.worker_memories import WorkerMemories
@@ -97,6 +97,7 @@ class Gradients:
         for name, parameter in named:
             self._names[id(parameter)] = name
             self.recipes.of(name)
+        warn_of_idle_patterns(self.recipes.by_pattern, (name for name, _ in named))
         self.recipes.know_model([(name, p) for name, p in named if p.requires_grad])
         self._devices = {p.device for _, p in named}
         self._on_gpu = all(device.type == "cuda" for device in self._devices)

@@ -26,7 +26,7 @@ from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import whole_tensors
 from gradwire.aggregate.transport.message_prefix import PREFIX
-from gradwire.catalogue.spec_by_name import Spec
+from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
 from gradwire.errors import FrameError
 from gradwire.frame import headers
 from gradwire.fsdp.part_error_memory import PartErrorMemory
@@ -47,6 +47,7 @@ class ShardFrames:
 
     def __init__(self, spec: Spec, sizes: Mapping[str, torch.Size], memory: PartErrorMemory | None):
         self.recipes, self.ledger, self.memory = ModelRecipes(spec), StepLedger(), memory
+        warn_of_idle_patterns(self.recipes.by_pattern, sizes)
         self.recipes.know_model((name, torch.empty(size, device="meta")) for name, size in sizes.items())
         self.dense_bytes = 0  # of what was sent, in fp32
         self._blocks: dict[int, torch.Tensor] = {}  # by receiver, for messages that the host makes

@@ -34,7 +34,7 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import describe
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.link import Link
-from gradwire.catalogue.spec_by_name import Spec
+from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.errors import AggregateError, GradwireError, SpecError
@@ -87,6 +87,7 @@ class LocalSGD:
         self._buffers = Buffers(model, of_buffers)
         self._buffers_every = slowest.buffers_every
         self._outer = (outer or slowest.outer)(list(self._anchor.values()))
+        warn_of_idle_patterns(self.recipes.by_pattern, (name for name, _ in model.named_parameters()))
         self.recipes.know_model(self._parameters.items())
         self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
         self.dense_bytes = 0
