@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -161,3 +165,51 @@ def test_digest_sees_a_single_bit() -> None:
     with torch.no_grad():
         copy.weight.view(torch.int32)[0, 0] ^= 1
     assert run_file.digest(copy) != digest
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """The system's reason, as a CheckpointError; the file before is whole, and nothing is left beside it."""
+    path = tmp_path / "run.pt"
+    run_file.write_whole(path, {"kept": torch.ones(3)})
+    program = f"""
+import resource, signal, torch
+from pathlib import Path
+from gradwire.checkpoints.run_file import CheckpointError, write_whole
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write_whole(Path({str(path)!r}), {{"large": torch.ones(1_000_000)}})
+except CheckpointError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said == f"cannot write the checkpoint {path}: File too large\n"
+    assert torch.load(path, weights_only=True)["kept"].tolist() == [1, 1, 1]
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    program = f"""
+import os, signal, torch
+from pathlib import Path
+from gradwire.checkpoints.run_file import write_whole
+torch.save = lambda content, file: (file.write(b"half"), file.flush(), os.kill(os.getpid(), signal.SIGKILL))
+write_whole(Path({str(path)!r}), {{}})
+"""
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 1  # that of the last one: each removes what is left of others
+    (tmp_path / f".run.pt.gradwire-{socket.gethostname()}-{os.getpid()}-999").write_text("another thread's")
+    (tmp_path / ".run.pt.gradwire-elsewhere-1-0").write_text("another machine's")
+    run_file.write_whole(path, {})
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run_file.write_whole(tmp_path / "run.pt", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "run.pt").stat().st_mode & 0o777 == 0o640

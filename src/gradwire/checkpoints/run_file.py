@@ -8,9 +8,11 @@ not sent or not counted yet would otherwise be lost. The file is an ordinary `to
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-import tempfile
+import socket
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from gradwire.checkpoints.rank_states import combined
 from gradwire.errors import CheckpointError
 
 FORMAT = "gradwire checkpoint 1"
+_counter = itertools.count()  # of the files that this process has begun
 
 
 @dataclass
@@ -65,22 +68,58 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """torch.save to a file beside it, which takes its place when it is on the disk."""
+    _remove_remains(path)
+    temporary = path.parent / f"{_beginning(path)}{os.getpid()}-{next(_counter)}"
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=".gradwire-", dir=path.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
         os.replace(temporary, path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter, on a full disk for instance
+        raise CheckpointError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def _beginning(path: Path) -> str:
+    """Return how the names of temporary files of this path begin; the number of the process follows.
+
+    Other machines may write to the same folder, and processes there have numbers of their own.
+    """
+    return f".{path.name}.gradwire-{socket.gethostname()}-"
+
+
+def _remove_remains(path: Path) -> None:
+    """Remove temporary files that processes left which were killed while they saved."""
+    beginning = _beginning(path)
+    with suppress(OSError):  # if there is no such folder, saving will say so
+        for name in os.listdir(path.parent):
+            number = name.removeprefix(beginning).partition("-")[0] if name.startswith(beginning) else ""
+            if number.isdecimal() and not _is_alive(int(number)):
+                (path.parent / name).unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True
+
+
+def _reason(error: BaseException) -> str:
+    """Return why writing failed, in a line: what the system said, if that is known."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def load(path: Path) -> Checkpoint:
@@ -116,12 +155,6 @@ def digest(model: nn.Module) -> str:
         sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
         sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def _sync_folder(folder: Path) -> None:
