@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import socket
 import threading
@@ -289,6 +290,38 @@ def test_strangers_learn_nothing(ranks):
                 assert stranger.recv(100) == b""
     assert ranks[0].ask() == {1: ALIVE, 2: ALIVE}
     assert not ranks[1].somebody_failed()
+
+
+def test_strangers_who_say_nothing_keep_nobody_waiting(ranks):
+    host, port = ranks[0]._addresses[1]
+    idle = [socket.create_connection((host, port), timeout=2) for _ in range(40)]
+    start = time.monotonic()
+    assert ranks[0].ask() == {1: ALIVE, 2: ALIVE}
+    assert time.monotonic() - start < status_server.QUESTION_SECONDS * 2
+    for stranger in idle:
+        stranger.close()
+
+
+def test_a_shortage_of_files_is_not_the_end(monkeypatch):
+    """accept() fails for as long as the process has too many files open; then questions are answered as before."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    failures = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ECONNABORTED, "gone already")]
+
+    class Short:
+        def accept(self):
+            if failures:
+                raise failures.pop()
+            return listener.accept()
+
+    status = status_server.SharedStatus(1, token=bytes(16))
+    thread = threading.Thread(target=status_server.answer_questions, args=(Short(), status), daemon=True)
+    thread.start()
+    with socket.create_connection(listener.getsockname(), timeout=5) as peer:
+        peer.sendall(status_server.SharedStatus(0, token=bytes(16)).message())
+        assert status_server.read_report(peer, bytes(16), time.monotonic() + 5).rank == 1
+    status_server.close_listener(listener)
+    thread.join(5)
+    assert not thread.is_alive() and not failures
 
 
 def test_the_socket_is_closed_with_its_owner(ranks):

@@ -5,6 +5,7 @@ A message, question and answer alike, is the token, a length (4 bytes) and a rep
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
@@ -20,6 +21,9 @@ from gradwire.aggregate.peers.addresses import own_address
 TOKEN_BYTES = 16
 LONGEST = 1 << 16  # bytes of a message
 QUESTION_SECONDS = 0.5  # that a peer has to send its question
+MOST_QUESTIONS = 256  # at a time; more are turned away
+# Errors of accept() that say nothing about the socket: too many files are open, or a peer has left already.
+PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EAGAIN, errno.EPROTO}
 
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -169,16 +173,37 @@ if hasattr(os, "register_at_fork"):
 
 
 def answer_questions(listener: socket.socket, status: SharedStatus) -> None:
-    """Answer every question with this rank's report, until the socket is closed; runs in a thread of its own."""
+    """Answer every question with this rank's report, until the socket is closed; runs in a thread of its own.
+
+    Each question gets a thread, for half a second at most: whoever connects and says nothing keeps nobody waiting.
+    """
+    places = threading.Semaphore(MOST_QUESTIONS)
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return  # closed
-        with connection, suppress(OSError, ValueError):
-            # Questions are short and sent at once: a peer that hesitates must not keep the others waiting.
+        except OSError as error:
+            if error.errno not in PASSING:
+                return  # closed
+            time.sleep(0.05)
+            continue
+        if not places.acquire(blocking=False):
+            connection.close()
+            continue
+        try:
+            threading.Thread(
+                target=_answer, args=(connection, status, places), name="gradwire roll call", daemon=True
+            ).start()
+        except RuntimeError:  # no more threads
+            _answer(connection, status, places)
+
+
+def _answer(connection: socket.socket, status: SharedStatus, places: threading.Semaphore) -> None:
+    try:
+        with connection, suppress(OSError, ValueError, KeyError, TypeError):
             status.record(read_report(connection, status.token, time.monotonic() + QUESTION_SECONDS))
             connection.sendall(status.message())
+    finally:
+        places.release()
 
 
 def read_report(connection: socket.socket, token: bytes, deadline: float) -> Report:
