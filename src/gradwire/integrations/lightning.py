@@ -6,6 +6,7 @@ without the optimizer, and does not save their state.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,9 +16,14 @@ from gradwire import ddp
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import GradwireError
 
+ALONE = "there is one process, and nobody to send gradients to: Compress does nothing"
+
 
 class Compress(pl.Callback):
-    """Compresses gradients from the start of `fit` on; error memories of all ranks are in Lightning's checkpoints."""
+    """Compresses gradients from the start of `fit` on; error memories of all ranks are in Lightning's checkpoints.
+
+    With one process it says so and does nothing, so that a script can be tried alone.
+    """
 
     def __init__(self, spec: Spec = "co3"):
         self.spec = spec
@@ -28,6 +34,9 @@ class Compress(pl.Callback):
         """Attach to the model: the optimizer's state has been restored by now, and the first batch is still to come."""
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
+            if trainer.world_size == 1:
+                warnings.warn(ALONE, stacklevel=2)
+                return
             raise GradwireError(
                 f'Compress needs the strategy "ddp" and has {type(trainer.strategy).__name__}: '
                 f'Trainer(strategy="ddp", devices=…), or leave the callback out'

@@ -21,12 +21,14 @@ from gradwire.checkpoints.run_file import write_whole
 from gradwire.errors import GradwireError
 
 FILE = "gradwire.pt"  # in the Trainer's checkpoint folders
+ALONE = "there is one process, and nobody to send gradients to: Compress does nothing"
 
 
 class Compress(TrainerCallback):
     """Compresses gradients while the Trainer trains; its checkpoints get the error memories of all ranks.
 
-    It takes the trainer, since callbacks are shown the model without its DistributedDataParallel.
+    It takes the trainer, since callbacks are shown the model without its DistributedDataParallel. With one process it
+    says so and does nothing, so that a script can be tried alone.
     """
 
     def __init__(self, trainer: Trainer, spec: Spec = "co3"):
@@ -39,6 +41,9 @@ class Compress(TrainerCallback):
         """Attach to the model, and restore the error memories if training is resumed."""
         model = self.trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
+            if args.world_size == 1:
+                warnings.warn(ALONE, stacklevel=2)
+                return
             raise GradwireError(
                 f"Compress needs DistributedDataParallel, and the Trainer has {type(model).__name__}: "
                 f"start the script with torchrun, or leave the callback out"
