@@ -431,6 +431,9 @@ def test_limit_on_elements(backend, spec):
         gradwire.decode(frame, max_elements=599)
     with pytest.raises(FrameError):
         gradwire.decode(frame, max_elements=0)
+    for wrong in ("10", -1, float("nan"), [600]):
+        with pytest.raises(GradwireError, match="max_elements is a number of elements, such as"):
+            gradwire.decode(frame, max_elements=wrong)
 
 
 def test_integers_survive_exactly(backend):

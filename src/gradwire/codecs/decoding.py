@@ -58,6 +58,8 @@ def decode(
     header, payload = open_frame(data)
     if max_elements is None:
         max_elements = max(DEFAULT_LIMIT, ELEMENTS_PER_BYTE * len(data))
+    elif not isinstance(max_elements, (int, float)) or not max_elements >= 0:
+        raise GradwireError(f"max_elements is a number of elements, such as 10**8, not {max_elements!r}")
     if out is None:
         if header.elements > max_elements:
             raise FrameError(f"frame declares {header.elements} elements; the limit is max_elements={max_elements}")
