@@ -153,6 +153,20 @@ class DDPHandle(Handle):
             super().detach()
 
 
+def _check_free(model: DistributedDataParallel) -> None:
+    """Raise GradwireError if the model has a communication hook: DDP takes one, for life."""
+    if getattr(model, "mixed_precision", None) is not None:
+        raise GradwireError(
+            "DistributedDataParallel(mixed_precision=…) uses the only hook that a model can have: use torch.autocast"
+        )
+    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
+    if hooks:
+        raise GradwireError(
+            f"the model has a communication hook already ({hooks[0]}), and DDP takes one for life: wrap the model anew "
+            f"in DistributedDataParallel, without register_comm_hook"
+        )
+
+
 def attach(
     model: DistributedDataParallel,
     spec: Spec = "co3",
@@ -186,6 +200,8 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
     slot = getattr(model, "_gradwire_slot", None)
+    if slot is None:
+        _check_free(model)
     before = slot.state if slot else None
     if before:
         before.close()  # the next one may take over the same optimizer's momentum
