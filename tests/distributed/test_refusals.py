@@ -18,7 +18,7 @@ def test_a_model_whose_hook_is_taken_is_refused_in_words() -> None:
         gradwire.ddp.attach(model, "co3")
     mixed = DistributedDataParallel(nn.Linear(3, 3))
     mixed.mixed_precision = object()  # the real one needs a GPU
-    with pytest.raises(gradwire.GradwireError, match="use torch.autocast"):
+    with pytest.raises(gradwire.GradwireError, match=r"use torch\.autocast"):
         gradwire.ddp.attach(mixed, "co3")
     again = DistributedDataParallel(nn.Linear(3, 3))
     gradwire.ddp.attach(again, "co3").detach()
