@@ -205,7 +205,7 @@ class DataParallel(nn.Module):
     def _order_of_rank_0(self) -> list[str]:
         known = list(self._trained)
         order = [*self._arrived, *(name for name in reversed(known) if name not in self._arrived)]
-        numbers = torch.tensor([known.index(name) for name in order])
+        numbers = torch.tensor([known.index(name) for name in order], dtype=torch.int64, device="cpu")
         self._gradients.link.broadcast(numbers)
         return [known[i] for i in numbers.tolist()]
 

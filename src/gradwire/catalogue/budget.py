@@ -53,7 +53,7 @@ class Layer:
 
     def frame_bytes(self, codec: Codec) -> int:
         """Encode the layer with this codec and return the length of the frame in bytes."""
-        out = torch.empty(codec.max_frame_bytes(self.tensor) + 12 * len(self.segments), dtype=torch.uint8)
+        out = torch.empty(codec.max_frame_bytes(self.tensor) + 12 * len(self.segments), dtype=torch.uint8, device="cpu")
         return codec.encode_into(self.tensor, out, segments=self.segments)
 
 

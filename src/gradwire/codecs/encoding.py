@@ -72,7 +72,7 @@ class Codec:
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> bytes:
         """Return the frame of a tensor of any shape, dtype and device."""
         tensor = _checked(tensor)
-        out = torch.empty(self.max_frame_bytes(tensor), dtype=torch.uint8)
+        out = torch.empty(self.max_frame_bytes(tensor), dtype=torch.uint8, device="cpu")
         return out[: self.encode_into(tensor, out, seed=seed)].numpy().tobytes()
 
     def encode_into(
@@ -142,7 +142,7 @@ def _on_cpu(conversion: Conversion) -> Conversion:
     memory = None if conversion.memory is None else conversion.memory.cpu()
     memory_out = None
     if conversion.memory_out is not None:
-        memory_out = memory if conversion.in_place else torch.empty(conversion.count)
+        memory_out = memory if conversion.in_place else torch.empty(conversion.count, dtype=torch.float32, device="cpu")
     return replace(
         conversion,
         gradient=conversion.gradient.cpu(),

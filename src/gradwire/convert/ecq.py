@@ -44,7 +44,7 @@ class Points:
         if self.offsets:
             offsets = torch.tensor(self.offsets, dtype=torch.float32, device=multiples.device) / 256
             magnitude = magnitude + offsets[multiples.abs().clamp(1, len(self.offsets)).long() - 1]
-        step = torch.tensor(self.step, dtype=torch.float32) if steps is None else steps
+        step = torch.tensor(self.step, dtype=torch.float32, device="cpu") if steps is None else steps
         signed = torch.where(multiples < 0, -magnitude, magnitude).masked_fill(multiples == 0, 0.0)
         return limit_to(signed * step, self.dtype).float()
 
@@ -52,7 +52,7 @@ class Points:
 @lru_cache(maxsize=512)
 def table(points: Points, largest: int) -> torch.Tensor:
     """Return what each symbol stands for, from −largest to largest."""
-    return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32))
+    return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32, device="cpu"))
 
 
 class Ecq(Converter):
@@ -115,7 +115,7 @@ class Ecq(Converter):
         relative = [part / scale for part, scale in zip(u.split(conversion.segments), scales, strict=True) if scale]
         fitted = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), conversion.count) if relative else None
         if fitted is None:
-            fitted = self.target.fit(torch.ones(1), conversion.count)
+            fitted = self.target.fit(torch.ones(1, dtype=torch.float32, device="cpu"), conversion.count)
             assert fitted is not None
         side, pieces, outliers, position = bytearray(), [], [], 0
         for length, scale, part in zip(conversion.segments, scales, u.split(conversion.segments), strict=True):
@@ -233,7 +233,7 @@ def _take_back(
     """Undo what was done to a memory that is updated in place."""
     if not done or not conversion.in_place:
         return
-    sent, size = torch.empty(done), kernels.chunk_size(conversion.count, chunks)
+    sent, size = torch.empty(done, dtype=torch.float32, device="cpu"), kernels.chunk_size(conversion.count, chunks)
     kernels.rans_dequantize(
         memoryview(body.numpy()), lengths, size, coding.table, coding.precision, lane_bits, values, sent, False
     )
@@ -274,8 +274,9 @@ class _Steps:
 
     def __init__(self, segments: list[tuple[int, float]]):
         lengths, steps = zip(*segments, strict=True)
-        self.ends = torch.tensor(lengths).cumsum(0)
-        self.lengths, self.steps = torch.tensor(lengths), torch.tensor(steps, dtype=torch.float32)
+        self.lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        self.ends = self.lengths.cumsum(0)
+        self.steps = torch.tensor(steps, dtype=torch.float32, device="cpu")
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         return self.steps[torch.searchsorted(self.ends, positions, right=True)]

@@ -126,7 +126,7 @@ def _coded(
 
 
 def _counts(sample: torch.Tensor, grid: MeasuredGrid) -> np.ndarray:
-    values = torch.zeros(2 * grid.largest + 1)
+    values = torch.zeros(2 * grid.largest + 1, dtype=torch.float32, device="cpu")
     symbols, _ = kernels.grid_quantize(sample, None, None, 0.0, grid.step, grid.shift, values, len(sample))
     return kernels.histogram(symbols, len(values))
 

@@ -147,6 +147,6 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     decoded = code.decode(plan, index, sketch)
     if len(decoded.left) or not decoded.consistent:
         raise FrameError("a sketch that cannot be peeled, or says more than its index")
-    values = torch.zeros(header.elements)
+    values = torch.zeros(header.elements, dtype=torch.float32, device="cpu")
     kernels.put_words(values, decoded.positions, decoded.values, grid.bits, grid.step)
     combine(limit_to(values, header.dtype).float(), out, weight, accumulate)

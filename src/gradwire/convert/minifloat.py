@@ -200,7 +200,7 @@ class Minifloat(Converter):
             if done and conversion.in_place:
                 body = memoryview(out[start : start + sum(lengths)].numpy())
                 size = kernels.chunk_size(conversion.count, chunks)
-                sent = torch.empty(done)
+                sent = torch.empty(done, dtype=torch.float32, device="cpu")
                 kernels.rans_dequantize(
                     body, lengths, size, coding.table, coding.precision, lane_bits, table, sent, False
                 )
@@ -344,7 +344,8 @@ def _segment_values(
     """Return the value of each entry, with the step of its own segment."""
     lengths, steps = zip(*segments, strict=True)
     levels = kernels.dequantize(symbols, torch.from_numpy(fmt.levels.astype(np.float32)))
-    exact = levels * torch.tensor(steps, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+    each = torch.tensor(steps, dtype=torch.float32, device="cpu")
+    exact = levels * each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
     return limit_to(exact, dtype).float()
 
 

@@ -37,7 +37,7 @@ def largest(estimates: torch.Tensor, kept: int) -> torch.Tensor:
 def scaled(estimates: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return scale × these estimates as numbers of the dtype, and 0 elsewhere."""
     out = torch.zeros(len(estimates), dtype=dtype, device=estimates.device)
-    out[index] = limit_to(estimates[index] * torch.tensor(scale, dtype=torch.float32), dtype) + 0  # no −0
+    out[index] = limit_to(estimates[index] * torch.tensor(scale, dtype=torch.float32, device="cpu"), dtype) + 0  # no −0
     return out
 
 

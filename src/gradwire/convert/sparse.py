@@ -79,7 +79,7 @@ class Sparse(Converter):
             require_finite(u)  # a memory that is not would spoil the frame
         except NonFinite:
             if done and conversion.in_place:
-                conversion.take_back(torch.zeros(done))
+                conversion.take_back(torch.zeros(done, dtype=torch.float32, device="cpu"))
             raise
         if done and conversion.in_place:
             assert conversion.memory is not None
@@ -125,7 +125,7 @@ def _bits_from(threshold: float | None) -> int:
 def one_value(mean: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
     """Return a mean of fp32 numbers in the bytes that travel, and as the number that the receiver decodes."""
     raw = struct.pack("<f", mean)
-    return raw, received(torch.tensor(struct.unpack("<f", raw)), dtype)
+    return raw, received(torch.tensor(struct.unpack("<f", raw), dtype=torch.float32, device="cpu"), dtype)
 
 
 def received(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -156,7 +156,7 @@ def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> tor
     header, payload = headers.open_frame(view)
     limit = max(DEFAULT_LIMIT, POSITIONS_PER_BYTE * len(view))
     if header.codec == headers.STORED and header.elements <= limit:
-        return torch.arange(header.elements)
+        return torch.arange(header.elements, device="cpu")
     if header.codec != SPARSE or not header.elements:
         raise FrameError("not a sparse frame: it does not tell positions")
     positions, _, _ = _read_positions(np.frombuffer(payload, dtype=np.uint8), header.elements, limit)
@@ -179,11 +179,11 @@ def _read_positions(payload: np.ndarray, elements: int, limit: int) -> tuple[np.
 def _read_values(header: Header, kind: int, data: np.ndarray, count: int) -> torch.Tensor:
     """Return `count` values, or one for all of them, as fp32."""
     if not count:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     if kind in (ONE_VALUE, ONE_MAGNITUDE):
         return _read_one_value(header, kind, Reader(memoryview(data)), count)
     if kind == SMALL_FLOATS:
-        values = torch.empty(count)
+        values = torch.empty(count, dtype=torch.float32, device="cpu")
         part = replace(header, codec=MINIFLOAT, shape=(count,), flags=0)
         minifloat.decode(part, data, values, 1.0, False)
         return values
@@ -203,7 +203,7 @@ def _read_one_value(header: Header, kind: int, reader: Reader, count: int) -> to
     rest = reader.rest()
     if not math.isfinite(value) or not value or (kind == ONE_MAGNITUDE and value < 0):
         raise FrameError("damaged value of a sparse frame")
-    values = received(torch.tensor([value]), header.dtype)
+    values = received(torch.tensor([value], dtype=torch.float32, device="cpu"), header.dtype)
     if kind == ONE_MAGNITUDE:
         signs = torch.from_numpy(kernels.unpack_bits(rest, count, 1, 2))
         return torch.where(signs > 0, -values, values)

@@ -42,7 +42,7 @@ class TopK(Sparse):
         if not chosen.numel():
             return self.write(conversion, out, chosen, SMALL_FLOATS, b"", None)
         # The values are converted like a tensor of their own, whose error memory then holds what was not sent.
-        left, coded = torch.empty_like(values), torch.empty(5 * values.numel() + 512, dtype=torch.uint8)
+        left, coded = torch.empty_like(values), torch.empty(5 * values.numel() + 512, dtype=torch.uint8, device="cpu")
         part = Conversion(values, values.to(conversion.dtype), None, left)
         length = self.small.encode(part, coded)
         raw = coded[:length].numpy().tobytes()
@@ -59,7 +59,7 @@ def whole_model_threshold(tensors: Iterable[torch.Tensor], p: float) -> float:
     """
     flat = [t.detach().reshape(-1).float().cpu() for t in tensors if t.numel()]
     count = math.ceil(Fraction(repr(p)) * sum(t.numel() for t in flat))
-    kept, low = torch.empty(0), 1
+    kept, low = torch.empty(0, dtype=torch.float32, device="cpu"), 1
     for tensor in flat:
         done, _, values = kernels.select(tensor, None, None, 1.0, min(count, tensor.numel()), low)
         if done < tensor.numel():

@@ -63,7 +63,7 @@ class ErrorMemory:
 
     def add(self, name: str, memory: torch.Tensor, times: float) -> None:
         """Add `times` this memory to that of a parameter, between two steps."""
-        present = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=self.dtype))
+        present = self.memory.setdefault(name, torch.zeros(memory.shape, dtype=self.dtype, device="cpu"))
         present.add_(memory, alpha=times)
 
     def rescale(self, factor: float) -> None:

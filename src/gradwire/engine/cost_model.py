@@ -52,7 +52,7 @@ def _least_seconds(link: Link, size: int, rounds: int) -> float:
 
 def _seconds(link: Link, size: int) -> float:
     start = time.perf_counter()
-    gathered, work = link.all_gather(torch.zeros(size, dtype=torch.uint8))
+    gathered, work = link.all_gather(torch.zeros(size, dtype=torch.uint8, device="cpu"))
     link.wait(work)
     if gathered.is_cuda:
         torch.cuda.synchronize()

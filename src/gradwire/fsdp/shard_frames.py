@@ -48,7 +48,8 @@ class ShardFrames:
     def __init__(self, spec: Spec, sizes: Mapping[str, torch.Size], memory: PartErrorMemory | None):
         self.recipes, self.ledger, self.memory = ModelRecipes(spec), StepLedger(), memory
         warn_of_idle_patterns(self.recipes.by_pattern, sizes)
-        self.recipes.know_model((name, torch.empty(size, device="meta")) for name, size in sizes.items())
+        shapes = {name: torch.empty(size, dtype=torch.float32, device="meta") for name, size in sizes.items()}
+        self.recipes.know_model(shapes.items())
         self.dense_bytes = 0  # of what was sent, in fp32
         self._blocks: dict[int, torch.Tensor] = {}  # by receiver, for messages that the host makes
         self._on_device = DeviceMessages()
@@ -136,7 +137,7 @@ class ShardFrames:
     ) -> torch.Tensor:  # fmt: skip
         needed, block = HEAD + most_frame_bytes(plans), self._blocks.get(receiver)
         if block is None or len(block) < needed:
-            block = self._blocks[receiver] = torch.empty(needed, dtype=torch.uint8)
+            block = self._blocks[receiver] = torch.empty(needed, dtype=torch.uint8, device="cpu")
         end = HEAD
         for plan, tensors, memory, seed in zip(plans, gradients, slots, seeds, strict=True):
             length = encode_frame(plan, tensors, memory, seed, block[end:])

@@ -37,7 +37,7 @@ def make_room(layouts: dict[tuple[object, ...], Any]) -> None:
 
 def host_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Return bytes in the host's memory from and to which the device can copy while the host goes on."""
-    return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def recorded(device: torch.device) -> torch.cuda.Event | None:

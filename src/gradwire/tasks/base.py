@@ -86,7 +86,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def evaluation_sums(task: Task, model: nn.Module, rank: int, workers: int) -> torch.Tensor:
     """[loss, right, decisions] over this worker's share of the test data, to be added up over the workers."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device="cpu")
     device = next(model.parameters()).device
     for inputs, targets in _test_batches(task, rank, workers):
         logits = model(inputs.to(device)).cpu()
@@ -98,7 +98,7 @@ def evaluation_sums(task: Task, model: nn.Module, rank: int, workers: int) -> to
 
 
 def _test_batches(task: Task, rank: int, workers: int) -> Iterator[Batch]:
-    share = torch.arange(task.test_size)[rank::workers]  # empty for a worker beyond the last example
+    share = torch.arange(task.test_size, device="cpu")[rank::workers]  # empty for a worker beyond the last example
     for start in range(0, len(share), EVALUATION_BATCH):
         yield task.test_batch(share[start : start + EVALUATION_BATCH])
 

@@ -17,8 +17,8 @@ def derived_seed(*numbers: int) -> int:
 
 def epoch_order(train_size: int, seed: int, epoch: int) -> torch.Tensor:
     """The shuffled example numbers of one epoch, the same on every worker."""
-    generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
-    return torch.randperm(train_size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(derived_seed(seed, epoch))
+    return torch.randperm(train_size, generator=generator, device="cpu")
 
 
 def batch_indices(order: torch.Tensor, step: int, rank: int, workers: int, batch_size: int) -> torch.Tensor:
@@ -29,4 +29,4 @@ def batch_indices(order: torch.Tensor, step: int, rank: int, workers: int, batch
 
 def augmentation_generator(seed: int, epoch: int, step: int, rank: int) -> torch.Generator:
     """The source of randomness for one batch of one worker."""
-    return torch.Generator().manual_seed(derived_seed(seed, epoch, step, rank))
+    return torch.Generator("cpu").manual_seed(derived_seed(seed, epoch, step, rank))

@@ -69,8 +69,8 @@ def random_crop_and_flip(pixels: torch.Tensor, generator: torch.Generator, paddi
     padded = pixels.new_zeros(count, channels, height + 2 * padding, width + 2 * padding)
     padded[:, :, padding : padding + height, padding : padding + width] = pixels
     device = pixels.device
-    offsets = torch.randint(2 * padding + 1, (2, count, 1), generator=generator).to(device)
-    mirrored = torch.randint(2, (count, 1), generator=generator).bool().to(device)
+    offsets = torch.randint(2 * padding + 1, (2, count, 1), generator=generator, device="cpu").to(device)
+    mirrored = torch.randint(2, (count, 1), generator=generator, device="cpu").bool().to(device)
     rows = offsets[0] + torch.arange(height, device=device)
     columns = torch.arange(width, device=device).expand(count, width)
     columns = offsets[1] + torch.where(mirrored, columns.flip(1), columns)

@@ -41,7 +41,7 @@ class HierarchicalExchange:
         own_shard = shards[host.rank]
         longest = max(sum(part.size for part in shard) for shard in shards)
         # The last entry of each row tells whether something was not finite.
-        rows = torch.zeros(host.world, longest + 1, dtype=torch.float32)
+        rows = torch.zeros(host.world, longest + 1, dtype=torch.float32, device="cpu")
         for row, shard in zip(rows, shards, strict=True):
             lay_out(row, shard)
         summed, work = host.reduce_scatter(rows.view(-1).to(host.device))
@@ -51,7 +51,7 @@ class HierarchicalExchange:
 
         yield from self.between_hosts(key, own_shard, False)
 
-        row = torch.zeros(longest + 1, dtype=torch.float32)
+        row = torch.zeros(longest + 1, dtype=torch.float32, device="cpu")
         lay_out(row, own_shard)
         row[-1] = 0 if self.coder.ledger.finite else 1
         gathered, work = host.all_gather(row)
@@ -67,8 +67,8 @@ class HierarchicalExchange:
 
     def on_behalf_of_host(self, memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what to save of this rank's memory, so that the mean over all ranks is what was not sent yet."""
-        shapes = self.coder.recipes.shapes
-        zeros = {name: torch.zeros(shapes[name], dtype=torch.float32) for name in self.coder.recipes.remembered()}
+        shapes, names = self.coder.recipes.shapes, self.coder.recipes.remembered()
+        zeros = {name: torch.zeros(shapes[name], dtype=torch.float32, device="cpu") for name in names}
         return {name: memory.get(name, zero) * self.host.world for name, zero in zeros.items()}
 
     def share_memories(self) -> None:
@@ -79,11 +79,11 @@ class HierarchicalExchange:
         recipes, errors = self.coder.recipes, self.coder.memories.errors
         for name in recipes.remembered():
             shape = recipes.shapes[name]
-            loaded = errors.memory.get(name, torch.zeros(shape, dtype=torch.float32))
+            loaded = errors.memory.get(name, torch.zeros(shape, dtype=torch.float32, device="cpu"))
             on_host = loaded.to(self.host.device, copy=True)
             self.host.wait(self.host.all_reduce(on_host))
             on_host = on_host.cpu() / self.host.world
-            shard_memory = torch.zeros(shape, dtype=torch.float32)
+            shard_memory = torch.zeros(shape, dtype=torch.float32, device="cpu")
             messages = split_into_messages([(name, shard_memory)], recipes.by_pattern)
             parts = [part for message in messages for part in message]
             for part in shards_for_ranks(parts, self.host.world, self._owners)[self.host.rank]:

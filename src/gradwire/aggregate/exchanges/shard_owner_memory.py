@@ -67,7 +67,7 @@ class ShardMemory:
         state = {name: memory / scale for name, memory in self._loaded.items()}
         for key, shard in self.errors.memory.items():
             part = self._shards[key]
-            whole = state.setdefault(part.name, torch.zeros(part.tensor.shape, dtype=torch.float32))
+            whole = state.setdefault(part.name, torch.zeros(part.tensor.shape, dtype=torch.float32, device="cpu"))
             whole.view(-1)[part.lo : part.hi] = shard / scale
         return state
 

@@ -75,7 +75,7 @@ class HostCopies:
     def _from_gpu(self, name: str, tensor: torch.Tensor, ready: Sequence[torch.cuda.Event]) -> torch.Tensor:
         copy = self._pinned.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(self._stream):

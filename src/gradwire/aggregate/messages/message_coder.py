@@ -234,7 +234,7 @@ class MessageCoder:
     def _block(self, key: Hashable, size: int) -> torch.Tensor:
         block = self._blocks.get(key)
         if block is None or len(block) < size:
-            block = self._blocks[key] = torch.empty(size + size // 16 + 1024, dtype=torch.uint8)
+            block = self._blocks[key] = torch.empty(size + size // 16 + 1024, dtype=torch.uint8, device="cpu")
         return block
 
     def _encode_gradients(self, plan: FramePlan, gradients: list[torch.Tensor], out: torch.Tensor) -> int:
@@ -340,7 +340,7 @@ def encode_frames(
     It counts from `errors.commit()` on.
     """
     values = [[part.of(clipped(part, recipes, 1.0, 1)) for part in plan.parts] for plan in plans]
-    out = torch.empty(most_frame_bytes(plans), dtype=torch.uint8)
+    out = torch.empty(most_frame_bytes(plans), dtype=torch.uint8, device="cpu")
     end = 0
     for plan, tensors in zip(plans, values, strict=True):
         end += encode_frame(plan, tensors, _slots(plan, errors), frame_seed(step, str(sender), plan.key), out[end:])

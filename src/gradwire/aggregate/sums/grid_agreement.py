@@ -125,7 +125,7 @@ class Scale:
 
     def saved(self) -> torch.Tensor:
         """Return the scale as a tensor, for a checkpoint."""
-        return torch.tensor([self.eighths, *self.exponents])
+        return torch.tensor([self.eighths, *self.exponents], dtype=torch.int64, device="cpu")
 
     @classmethod
     def loaded(cls, state: torch.Tensor) -> Scale:
@@ -193,7 +193,7 @@ def _index_plan(words: int, rooms: tuple[tuple[int, int], ...], most: int | None
 
 def counts_as_words(counts: Mapping[int, int]) -> torch.Tensor:
     """Return this rank's numbers of blocks as int32 words, which are added up over all ranks."""
-    return torch.tensor([counts[lanes] for lanes in LANES], dtype=torch.int32)
+    return torch.tensor([counts[lanes] for lanes in LANES], dtype=torch.int32, device="cpu")
 
 
 def counts_from_words(words: Sequence[int]) -> dict[int, int]:

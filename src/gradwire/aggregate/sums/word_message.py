@@ -23,7 +23,8 @@ from gradwire.homomorphic import code
 from gradwire.homomorphic.grid import Grid, exponent_of
 from gradwire.homomorphic.plan import LANES
 
-NO_POSITIONS, NO_WORDS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
+NO_WORDS = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 @dataclass
@@ -191,7 +192,8 @@ class WordMessage:
 
     def put(self, positions: torch.Tensor, sums: torch.Tensor, grids: Sequence[Grid], world: int) -> None:
         """Replace the parts by the means of `world` ranks, from the positions and values of their summed words."""
-        cuts = torch.searchsorted(positions, torch.tensor(self.edges, device=positions.device)).tolist()
+        edges = torch.tensor(self.edges, dtype=torch.int64, device=positions.device)
+        cuts = torch.searchsorted(positions, edges).tolist()
         for i, part in enumerate(self.parts):
             entries = part.entries
             is_fp32 = entries.dtype == torch.float32

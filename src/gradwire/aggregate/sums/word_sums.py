@@ -103,5 +103,5 @@ class ProcessGroupSums:
 def copied_to(words: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of words on a device; from a GPU to the CPU in pinned memory, which torch keeps for later."""
     if words.is_cuda and device.type == "cpu":
-        return torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words)
+        return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
     return words.to(device, copy=True)

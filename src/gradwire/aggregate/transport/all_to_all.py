@@ -89,7 +89,8 @@ class AllToAll:
     def _exchange_lengths(self, subject: Subject, lengths: list[int]) -> list[int]:
         one_each = [1] * self.link.world
         room = torch.empty(self.link.world, dtype=torch.int64, device=self.link.device)
-        arriving, work = self.link.all_to_all(list(torch.split(torch.tensor(lengths), 1)), one_each, room)
+        leaving = list(torch.tensor(lengths, dtype=torch.int64, device="cpu").split(1))
+        arriving, work = self.link.all_to_all(leaving, one_each, room)
         self.link.wait(work)
         self.link.count_received(8 * (self.link.world - 1))
         announced: list[int] = arriving.tolist()

@@ -78,7 +78,7 @@ class Link:
         torch names a group that not all ranks make after its ranks and the number of groups that a rank is in. That
         differs between ranks if the training has other groups: they would wait for each other under different names.
         """
-        count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=self.device)
+        count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], dtype=torch.int64, device=self.device)
         largest = count.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         for _ in range(int(largest) - int(count)):

@@ -36,7 +36,7 @@ class LazyTensors:
     def __init__(self) -> None:
         self.makers: dict[str, MakeTensor] = {}  # by name, of the update that was read last
         self._largest_before: dict[str, float] = {}  # the largest magnitude of each tensor of the model
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         # The memory that each tensor was last decoded to, and the array by which it was lent.
         self._lent: dict[str, tuple[np.ndarray, weakref.ref[np.ndarray]]] = {}
 
@@ -63,7 +63,7 @@ class LazyTensors:
 
     def _decoded_maximum(self, header: headers.Header, payload: np.ndarray) -> float:
         if self._scratch.numel() < header.elements:
-            self._scratch = torch.empty(header.elements)
+            self._scratch = torch.empty(header.elements, dtype=torch.float32, device="cpu")
         difference = self._scratch[: header.elements]
         codecs.decode_payload(header, payload, difference)
         return float(kernels.absmax(difference))

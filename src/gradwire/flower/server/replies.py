@@ -112,7 +112,8 @@ def _check_raw(name: str, array: Array, model: SentModel) -> None:
     values = arrays.values(name, array)
     if array.dtype not in ("float16", "float32", "float64"):
         return
-    before = model.tensors[name] if name in model.record and arrays.supported(model.record.values()) else torch.empty(0)
+    known = name in model.record and arrays.supported(model.record.values())
+    before = model.tensors[name] if known else torch.empty(0, dtype=torch.float32, device="cpu")
     tensor = torch.from_numpy(values.copy())
     check_size(name, tensor, before)
     if update.is_variance(name) and bool((tensor < 0).any()) and not bool((before < 0).any()):

@@ -167,7 +167,7 @@ def _put_values(
     header: headers.Header, payload: np.ndarray, group: list[str], model: Tensors, result: dict[str, torch.Tensor],
     new_dtypes: bool,
 ) -> None:  # fmt: skip
-    flat = torch.empty(header.elements, dtype=header.dtype)
+    flat = torch.empty(header.elements, dtype=header.dtype, device="cpu")
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, torch.split(flat, [model[n].numel() for n in group]), strict=True):
         result[name] = part.view(model[name].shape).to(header.dtype if new_dtypes else model[name].dtype)
@@ -180,10 +180,10 @@ def _add_differences(
         raise FrameError(f"differences of {header.dtype} for {', '.join(group[:3])}, which is no such tensor")
     first = model[group[0]]
     if len(group) == 1 and first.dtype == torch.float32:
-        out = torch.empty(first.shape)
+        out = torch.empty(first.shape, dtype=torch.float32, device="cpu")
         result[group[0]] = codecs.decode_onto(header, payload, out, first.contiguous())
         return
-    flat = torch.empty(header.elements)
+    flat = torch.empty(header.elements, dtype=torch.float32, device="cpu")
     codecs.decode_payload(header, payload, flat)
     for name, part in zip(group, torch.split(flat, [model[n].numel() for n in group]), strict=True):
         result[name] = (model[name] + part.view(model[name].shape)).to(model[name].dtype)

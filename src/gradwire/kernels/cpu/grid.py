@@ -16,7 +16,8 @@ __all__ = ["add_at", "grid_measure", "grid_quantize", "grid_rans", "pack_outlier
 
 
 def _room(capacity: int) -> Outliers:
-    return torch.empty(capacity, dtype=torch.int64), torch.empty(capacity, dtype=torch.int32)
+    positions = torch.empty(capacity, dtype=torch.int64, device="cpu")
+    return positions, torch.empty(capacity, dtype=torch.int32, device="cpu")
 
 
 def _first(count: int, outliers: Outliers) -> Outliers:
@@ -36,7 +37,7 @@ def grid_quantize(
     shift: float, values: torch.Tensor, capacity: int, seed: int | None = None,
 ) -> tuple[torch.Tensor, Outliers]:  # fmt: skip
     """Quantize a tensor to a grid in one pass."""
-    symbols, outliers = torch.empty(gradient.numel(), dtype=torch.uint8), _room(capacity)
+    symbols, outliers = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu"), _room(capacity)
     count = _native.grid_quantize(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, shift, as_array(values), as_seed(seed),
         as_array(symbols), *map(as_array, outliers),

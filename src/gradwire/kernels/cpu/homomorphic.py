@@ -16,7 +16,7 @@ __all__ = [
 
 
 def _words(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32)
+    return torch.zeros(count, dtype=torch.int32, device="cpu")
 
 
 @where(flat_fp32)
@@ -27,7 +27,8 @@ def quantize_all(
     """Quantize a tensor to words in one pass."""
     # Room for all, and for stores of whole vectors; memory that is not written to costs nothing.
     room = -(-gradient.numel() * bits // 32) + 16
-    positions, values = torch.empty(room, dtype=torch.int64), torch.empty(room, dtype=torch.int32)
+    positions = torch.empty(room, dtype=torch.int64, device="cpu")
+    values = torch.empty(room, dtype=torch.int32, device="cpu")
     count, largest_g, largest_u, squares = _native.fixed_all(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, most, bits, as_seed(seed),
         as_array(positions), as_array(values),
@@ -42,7 +43,8 @@ def quantize_values(
     values: torch.Tensor, step: float, most: int, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, q·step) of these values."""
-    q, sent = torch.empty(values.numel(), dtype=torch.int32), torch.empty(values.numel())
+    q = torch.empty(values.numel(), dtype=torch.int32, device="cpu")
+    sent = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
     _native.fixed_values(as_array(values), step, most, as_seed(seed), as_array(q), as_array(sent))
     return q, sent
 
@@ -84,7 +86,7 @@ def bloom_build(bitmap: torch.Tensor, index_words: int, probes: int, seed: int) 
 
 def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> torch.Tensor:
     """Mark the blocks that may be in a Bloom filter."""
-    bitmap = torch.empty(-(-blocks // 32), dtype=torch.int32)
+    bitmap = torch.empty(-(-blocks // 32), dtype=torch.int32, device="cpu")
     _native.bloom_query(as_array(index), probes, seed, as_array(bitmap))
     return bitmap
 

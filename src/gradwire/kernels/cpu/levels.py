@@ -42,7 +42,7 @@ def assign_levels(
 ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
     """Round every entry to a level of its bucket, and count the symbols, in one pass."""
     levels = values.shape[1]
-    symbols, counts = torch.empty(gradient.numel(), dtype=torch.uint8), np.zeros(levels, dtype=np.int64)
+    symbols, counts = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu"), np.zeros(levels, dtype=np.int64)
     _native.assign_levels(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, values.reshape(-1).numpy(), levels, starts,
         as_seed(seed), as_array(symbols), counts,
@@ -55,7 +55,7 @@ def spread_levels(
 ) -> None:
     """Write straight into fp32 tensors; those of another dtype are converted afterwards."""
     fused = flat_fp32(out)
-    target = out if fused else torch.empty(len(symbols))
+    target = out if fused else torch.empty(len(symbols), dtype=torch.float32, device="cpu")
     _native.spread_levels(
         symbols, as_array(values.reshape(-1)), values.shape[1], starts, as_array(target), accumulate and fused
     )

@@ -24,7 +24,7 @@ def _is_sampled(gradient: torch.Tensor) -> bool:
 @where(_is_sampled)
 def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
     """Return u at the sampled entries of a large tensor, without computing the others."""
-    out = torch.empty(SAMPLE)
+    out = torch.empty(SAMPLE, dtype=torch.float32, device="cpu")
     _native.sample(as_array(gradient), as_array(memory), decay, SAMPLE_RUNS, RUN, as_array(out))
     return out
 
@@ -66,7 +66,7 @@ def quantize(
     seed: int | None = None,
 ) -> torch.Tensor:
     """Compute symbols and error memory in one pass."""
-    symbols = torch.empty(gradient.numel(), dtype=torch.uint8)
+    symbols = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu")
     _native.quantize(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),
         as_seed(seed), as_array(symbols),
@@ -97,4 +97,4 @@ def _format(fmt: Format) -> tuple[int, int, int, int, bool, float]:
 
 @lru_cache
 def _no_values(count: int) -> torch.Tensor:
-    return torch.zeros(count)
+    return torch.zeros(count, dtype=torch.float32, device="cpu")

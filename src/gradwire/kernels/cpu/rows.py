@@ -30,7 +30,7 @@ def _fits(tensor: torch.Tensor) -> bool:
 @where(can)
 def join_rows(inputs: Side, outputs: Side, keep: float) -> torch.Tensor:
     """Join and score rows on all threads, each row in one pass."""
-    scores = torch.empty(inputs.rows.shape[0], dtype=torch.float64)
+    scores = torch.empty(inputs.rows.shape[0], dtype=torch.float64, device="cpu")
     _native.join_rows(_side(inputs), _side(outputs), keep, torch.get_num_threads(), scores.data_ptr())
     return scores
 
@@ -42,8 +42,8 @@ def take_rows(
     """Copy the chosen rows on all threads, and clear them in the memory."""
     count = chosen.shape[0]
     more = count + (inputs.mean is not None)
-    a = torch.empty(more, inputs.rows.shape[1], dtype=inputs.rows.dtype)
-    b = torch.empty(more, outputs.rows.shape[1], dtype=outputs.rows.dtype)
+    a = torch.empty(more, inputs.rows.shape[1], dtype=inputs.rows.dtype, device="cpu")
+    b = torch.empty(more, outputs.rows.shape[1], dtype=outputs.rows.dtype, device="cpu")
     if math.isnan(total.item()):
         return a.fill_(math.nan), b.fill_(math.nan)
     if chosen.dtype != torch.int64 or not chosen.is_contiguous():
@@ -60,7 +60,7 @@ def _flat_fp64(keys: torch.Tensor) -> bool:
 @where(_flat_fp64)
 def largest(keys: torch.Tensor, count: int) -> torch.Tensor:
     """Return where the largest keys are, without sorting the others."""
-    places = torch.empty(count, dtype=torch.int64)
+    places = torch.empty(count, dtype=torch.int64, device="cpu")
     _native.largest(keys.data_ptr(), keys.shape[0], count, places.data_ptr())
     return places
 

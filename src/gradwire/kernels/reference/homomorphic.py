@@ -70,14 +70,14 @@ def quantize_values(
     Ties go to even; with a seed it is rounded down, or up with the probability of the rest.
     """
     limit = fp32_up_to(most)
-    y = (values / torch.tensor(step, dtype=torch.float32)).clamp(-limit, limit)
+    y = (values / torch.tensor(step, dtype=torch.float32, device="cpu")).clamp(-limit, limit)
     if seed is None:
         y = torch.round(y)
     else:
         lower = torch.floor(y)
         y = lower + (uniform(y.numel(), seed, device=y.device) < y - lower)
     y = y + 0.0  # no −0
-    return y.to(torch.int32), y * torch.tensor(step, dtype=torch.float32)
+    return y.to(torch.int32), y * torch.tensor(step, dtype=torch.float32, device="cpu")
 
 
 def fp32_up_to(most: int) -> float:
@@ -148,7 +148,7 @@ def align_words(
 
 def _probe(groups: torch.Tensor, i: int, index_words: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Which word of the filter the i-th probe of a group of 32 blocks is, and how far it is rotated."""
-    key = int(mix(torch.tensor((seed ^ OTHER) & MASK)))
+    key = int(mix(torch.tensor((seed ^ OTHER) & MASK, dtype=torch.int64, device="cpu")))
     h = mix((mix(groups ^ key) + i * GOLDEN) & MASK)
     return (h * index_words) >> 32, h & 31
 
@@ -180,8 +180,8 @@ def bloom_query(index: torch.Tensor, blocks: int, probes: int, seed: int) -> tor
 
 def cells_of(blocks: torch.Tensor, segments: int, segment_log: int, seed: int) -> torch.Tensor:
     """Return the four cells of each block (4 × n): one in each of four neighbouring segments."""
-    key, low = int(mix(torch.tensor((seed ^ GOLDEN) & MASK))), (1 << segment_log) - 1
-    x = (mix(blocks ^ key) + int(mix(torch.tensor((key + OTHER) & MASK)))) & MASK
+    key, low = int(mix(torch.tensor((seed ^ GOLDEN) & MASK, dtype=torch.int64, device="cpu"))), (1 << segment_log) - 1
+    x = (mix(blocks ^ key) + int(mix(torch.tensor((key + OTHER) & MASK, dtype=torch.int64, device="cpu")))) & MASK
     # Not one from the other: blocks that share two cells would then share the other two far too often.
     a, b, c = mix(x), mix(x ^ GOLDEN), mix((x + OTHER) & MASK)
     start = (a * (segments - 3)) >> 32

@@ -198,7 +198,7 @@ def assign_levels(
 
 def _bucket_of(starts: np.ndarray) -> torch.Tensor:
     sizes = torch.from_numpy(np.diff(starts))
-    return torch.arange(len(sizes)).repeat_interleave(sizes)
+    return torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
 
 
 def _count_below(u: torch.Tensor, thresholds: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:

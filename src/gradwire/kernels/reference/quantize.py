@@ -37,9 +37,9 @@ def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) ->
     if n <= SAMPLE:
         return compensate(gradient, memory, decay)
     stratum = n // SAMPLE_RUNS
-    run = torch.arange(SAMPLE_RUNS, dtype=torch.int64)
+    run = torch.arange(SAMPLE_RUNS, dtype=torch.int64, device="cpu")
     start = run * stratum + mix(run) % (stratum - RUN + 1)
-    index = (start[:, None] + torch.arange(RUN)).flatten().to(gradient.device)
+    index = (start[:, None] + torch.arange(RUN, device="cpu")).flatten().to(gradient.device)
     return compensate(gradient[index], None if memory is None else memory[index], decay)
 
 
@@ -88,7 +88,7 @@ def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[flo
 
 def inverse(step: float) -> torch.Tensor:
     """Return 1/step, rounded to fp32."""
-    return torch.tensor(1, dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
+    return torch.tensor(1, dtype=torch.float32, device="cpu") / torch.tensor(step, dtype=torch.float32, device="cpu")
 
 
 def quantize(

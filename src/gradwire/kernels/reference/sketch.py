@@ -35,7 +35,7 @@ def sketch_cells(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.T
 def sketch_estimates(cells: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """Return the median over the rows of sign·cell for each of `count` entries, in fp32."""
     rows, columns = cells.shape
-    out = torch.empty(count, device=cells.device)
+    out = torch.empty(count, dtype=torch.float32, device=cells.device)
     for start in range(0, count, BLOCK):
         stop = min(count, start + BLOCK)
         estimates = []

@@ -87,10 +87,11 @@ class LocalTraining:
         examples = torch.from_numpy(settings.examples_of(client))
         lr = settings.lr * learning_rate_factor(server_round - 1, settings.rounds)
         optimizer = task.build_optimizer(gradients.model, lr)
-        generator = torch.Generator().manual_seed(derived_seed(settings.seed, client, server_round))
-        total = torch.zeros((), device=device)  # on the device until the end: reading it would wait for the GPU
+        generator = torch.Generator("cpu").manual_seed(derived_seed(settings.seed, client, server_round))
+        # The sum stays on the device until the end: reading it would wait for the GPU.
+        total = torch.zeros((), dtype=torch.float32, device=device)
         for _ in range(settings.local_epochs):
-            order = examples[torch.randperm(len(examples), generator=generator)]
+            order = examples[torch.randperm(len(examples), generator=generator, device="cpu")]
             inputs, targets = (part.to(device) for part in task.train_batch(order, generator))
             total.zero_()
             for x, y in zip(*(torch.split(part, settings.batch_size) for part in (inputs, targets)), strict=True):
