@@ -11,6 +11,8 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include "kernels.h"
 
@@ -18,11 +20,43 @@ namespace nb = nanobind;
 
 namespace gradwire {
 
+// An array that a function writes to. Arrays to read from may be of another type or not contiguous: nanobind makes a
+// copy. What is written to a copy would be lost without a word, so here it is a TypeError.
+template <class T>
+struct Written : nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu> {
+    static_assert(!std::is_const_v<T>);
+    using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    Written() = default;
+    Written(Array array) : Array(std::move(array)) {}
+};
+
+}  // namespace gradwire
+
+namespace nanobind::detail {
+
+template <class T>
+struct type_caster<gradwire::Written<T>> {
+    using Caster = make_caster<typename gradwire::Written<T>::Array>;
+    NB_TYPE_CASTER(gradwire::Written<T>, Caster::Name)
+
+    bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) noexcept {
+        Caster caster;
+        if (!caster.from_python(source, flags & ~uint32_t(cast_flags::convert), cleanup)) return false;
+        value = std::move(caster.value);
+        return true;
+    }
+};
+
+}  // namespace nanobind::detail
+
+namespace gradwire {
+
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatsOut = Written<float>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesOut = Written<uint8_t>;
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntsOut = Written<int64_t>;
 using Codes = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 inline void require(bool ok, const char* what) {

@@ -20,7 +20,7 @@ namespace {
 
 using Address = std::pair<std::string, uint16_t>;
 using Ints32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Ints32Out = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints32Out = Written<int32_t>;
 
 std::string string_from(nb::bytes bytes) { return {bytes.c_str(), bytes.size()}; }
 nb::bytes bytes_from(const std::string& s) { return nb::bytes(s.data(), s.size()); }

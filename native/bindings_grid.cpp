@@ -9,8 +9,7 @@
 namespace gradwire {
 namespace {
 
-using Ints32Out = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Ints64Out = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints32Out = Written<int32_t>;
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Grid make_grid(float decay, float step, float shift, Floats values, std::optional<uint64_t> seed) {
@@ -20,7 +19,7 @@ Grid make_grid(float decay, float step, float shift, Floats values, std::optiona
             false, step,        0.0f};
 }
 
-Outliers make_outliers(Ints64Out& positions, Ints32Out& multiples) {
+Outliers make_outliers(IntsOut& positions, Ints32Out& multiples) {
     require(multiples.size() == positions.size(), "arrays of outliers differ in size");
     return {positions.data(), multiples.data(), 0, positions.size()};
 }
@@ -28,7 +27,7 @@ Outliers make_outliers(Ints64Out& positions, Ints32Out& multiples) {
 // Returns the number of outliers.
 size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
                 float step, float shift, Floats values, std::optional<uint64_t> seed, BytesOut symbols,
-                Ints64Out positions, Ints32Out multiples) {
+                IntsOut positions, Ints32Out multiples) {
     const Grid g = make_grid(decay, step, shift, values, seed);
     const Stream s = make_stream(gradient, memory, memory_out);
     Outliers outliers = make_outliers(positions, multiples);
@@ -42,7 +41,7 @@ size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<Flo
 // a NaN or an infinity) and how many outliers there were.
 nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
                float step, float shift, Floats values, std::optional<float> offset, Ints frequencies, int precision,
-               int lanes, size_t chunk, BytesOut out, Ints64Out positions, Ints32Out multiples) {
+               int lanes, size_t chunk, BytesOut out, IntsOut positions, Ints32Out multiples) {
     Grid g = make_grid(decay, step, shift, values, std::nullopt);
     g.settle = offset.has_value();
     g.offset = offset.value_or(0);
@@ -118,7 +117,7 @@ void bind_grid(nb::module_& m) {
         return pack_outliers(gaps.data(), negative.data(), excesses.data(), n, a, b, out.data());
     });
     m.def("unpack_outliers",
-          [](Bytes data, int64_t elements, int largest, int a, int b, Ints64Out positions, Ints32Out multiples) {
+          [](Bytes data, int64_t elements, int largest, int a, int b, IntsOut positions, Ints32Out multiples) {
         require(multiples.size() == positions.size() && a >= 0 && a <= 48 && b >= 0 && b <= 24, "bad outliers");
         require(elements >= 0 && elements < int64_t(1) << 48 && largest >= 1 && largest <= 127, "bad outliers");
         nb::gil_scoped_release release;

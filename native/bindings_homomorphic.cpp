@@ -8,8 +8,7 @@ namespace gradwire {
 namespace {
 
 using Words = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using WordsOut = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using IntsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WordsOut = Written<int32_t>;
 
 const uint32_t* bits(const Words& words) { return reinterpret_cast<const uint32_t*>(words.data()); }
 uint32_t* bits(const WordsOut& words) { return reinterpret_cast<uint32_t*>(words.data()); }

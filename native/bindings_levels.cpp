@@ -5,8 +5,7 @@
 namespace gradwire {
 namespace {
 
-using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using IntsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Doubles = Written<double>;
 
 // No bucket may be empty, and they fill the tensor: entries outside it are never touched.
 Buckets make_buckets(Ints starts, size_t entries) {

@@ -8,8 +8,6 @@
 namespace gradwire {
 namespace {
 
-using IntsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 template <class T>
 nb::object array_of(const Buffer<T>& buffer, size_t n) {
     auto [result, data] = array<T>(n);

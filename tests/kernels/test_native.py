@@ -9,8 +9,11 @@ that is touched beside them.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -465,6 +468,53 @@ def test_arguments_out_of_range_are_an_error() -> None:
         _native.pack_outliers(gaps, np.zeros(len(gaps), dtype=np.uint8), gaps * 0, 0, 0, np.empty(2**20, np.uint8))
     with pytest.raises(ValueError, match="too large"):
         _native.sample(x, None, 1.0, 2**40, 0, np.empty(0, dtype=np.float32))
+
+
+ARGUMENT = re.compile(r": (?:ndarray\[dtype=(\w+)[^\]]*?(, writable=False)?\]|([\w.]+))")
+OTHER_ARGUMENTS = {"float": 1.0, "int": 1, "bool": True, "tuple": (), "collections.abc.Sequence": []}
+
+
+def unwritable(like: np.ndarray) -> Iterator[np.ndarray]:
+    """Arrays of which nanobind would make a copy: of another type, with gaps, of another byte order."""
+    yield like.astype(np.float32 if like.dtype == np.float64 else np.float64)
+    yield np.zeros(2 * len(like), dtype=like.dtype)[::2]
+    yield like[::-1]
+    if like.dtype.itemsize > 1:
+        yield like.astype(like.dtype.newbyteorder())
+    read_only = like.copy()
+    read_only.setflags(write=False)
+    yield read_only
+
+
+def written_arguments() -> Iterator[tuple[str, Callable, list[Any], int]]:
+    """Each array that a function of the native module writes to: (name, function, arguments, place of the array)."""
+    from gradwire import _native
+
+    for name, function in vars(_native).items():
+        for signature, *_ in getattr(function, "__nb_signature__", ()):
+            declared = list(ARGUMENT.finditer(signature.rpartition(" -> ")[0]))
+            arguments = [np.zeros(4, a[1]) if a[1] else OTHER_ARGUMENTS.get(a[3]) for a in declared]
+            for place, argument in enumerate(declared):
+                if argument[1] and not argument[2]:
+                    yield name, function, arguments, place
+    if hasattr(_native, "AggregatorClient"):  # where the system has what it needs
+        words, client = [np.zeros(4, np.int32) for _ in range(4)], _native.AggregatorClient("127.0.0.1", 9, bytes(16))
+        for place in (2, 3):
+            yield "run", client.run, [*words, 0.0, 0.0], place
+
+
+def test_nothing_is_written_to_a_copy() -> None:
+    """An array to write to that does not fit as it is, is an error: results in a copy of it would be lost."""
+    found = list(written_arguments())
+    families = {"rans_decode", "sample", "grid_rans", "add_at", "put_words", "assign_levels", "select", "join_gaps"}
+    assert families <= {name for name, *_ in found} and len(found) > 40
+    for name, function, arguments, place in found:
+        if name != "run":  # which would send something
+            with suppress(ValueError):  # of sizes that do not fit
+                function(*arguments)
+        for wrong in unwritable(arguments[place]):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                function(*arguments[:place], wrong, *arguments[place + 1 :])
 
 
 @pytest.mark.parametrize("levels", [5, 17, 20, 129])
