@@ -1,4 +1,4 @@
-"""What the structure of the code promises to its readers: state has one owner, and a class name one meaning."""
+"""What the structure of the code promises: state has one owner, a class name one meaning, a tensor a type and place."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ WRITTEN_FROM_OUTSIDE = {
     ("local_sgd/local_sgd.py", "self._anchor[name].grad"),
 }
 SAME_NAME_ON_PURPOSE = {"Compress"}  # the callbacks of Lightning and of Hugging Face's Trainer
+
+MAKE_TENSORS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace",
+                "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}  # fmt: skip
+OF_INTEGERS = {"arange", "randint", "randperm"}  # by themselves, whatever the default dtype is
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -60,3 +64,15 @@ def test_a_class_name_has_one_meaning():
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(path)
     assert {name for name, paths in files.items() if len(paths) > 1} == SAME_NAME_ON_PURPOSE
+
+
+def test_every_new_tensor_has_a_dtype_and_a_device():
+    """Otherwise they are torch's defaults, which belong to the user: kernels would find another type than they read."""
+    unclear = set()
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in MAKE_TENSORS}:
+                name, given = ast.unparse(node.func).removeprefix("torch."), {keyword.arg for keyword in node.keywords}
+                if "device" not in given or ("dtype" not in given and name not in OF_INTEGERS):
+                    unclear.add((path, ast.unparse(node)))
+    assert not unclear

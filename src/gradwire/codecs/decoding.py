@@ -51,6 +51,7 @@ def decode(
 ) -> torch.Tensor:
     """Return the tensor of a frame, in its shape and dtype; it is written to `out` if that is given.
 
+    Otherwise it is on the CPU, unless `device` is another: torch's default device has no say in it.
     `max_elements` limits what an untrusted frame can make us allocate. By default it is 2²⁸, or 4096
     elements for each byte of the frame, whichever is more.
     """
@@ -78,7 +79,7 @@ def _allocate(header: headers.Header, payload: np.ndarray, device: torch.device 
     if header.codec == headers.STORED and len(payload) != header.elements * header.dtype.itemsize:
         raise FrameError("wrong length of a stored tensor")
     try:
-        return torch.empty(header.shape, dtype=header.dtype, device=device)
+        return torch.empty(header.shape, dtype=header.dtype, device="cpu" if device is None else device)
     except (RuntimeError, MemoryError) as error:
         raise FrameError(f"no memory for a frame of {header.elements} elements") from error
 

@@ -20,7 +20,7 @@ class STC(Sparse):
         """Write the payload and update the error memory, as `Converter.encode` promises."""
         chosen, values = self.select(conversion)
         raw, magnitude = one_value(kernels.mean_magnitude(values), conversion.dtype)
-        negative = values < 0
+        magnitude, negative = magnitude.to(values.device), values < 0
         signs = kernels.pack_bits(in_host_memory(negative).view(np.uint8), 1)
         return self.write(
             conversion,
@@ -28,5 +28,5 @@ class STC(Sparse):
             chosen,
             ONE_MAGNITUDE,
             raw + signs,
-            torch.where(negative, -float(magnitude), float(magnitude)),
+            torch.where(negative, -magnitude, magnitude),
         )
