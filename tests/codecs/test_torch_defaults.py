@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
 
 import torch
 
@@ -14,55 +12,10 @@ from gradwire import codecs
 from gradwire.catalogue import parse_recipe
 from support.cases import for_each
 from support.helpers import BACKENDS, bits, gradient, use_backend
+from support.torch_settings import SETTINGS, forget
 
 NAMES = [entry.name for entry in gradwire.recipes()]
 LARGE = 70_000  # entries: of so many, kernels look at some alone before they choose a step
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-SETTINGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "meta": lambda: default_device("meta"),
-    "deterministic": deterministic,
-    "inference": torch.inference_mode,
-}
-
-
-def forget() -> None:
-    """Empty all caches: a tensor in one of them may have been made under other settings."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "gradwire":
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
 
 
 def coded(name: str, count: int) -> list[bytes]:
