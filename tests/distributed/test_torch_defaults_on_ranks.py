@@ -99,18 +99,18 @@ def alike(way: str, rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     x, y = torch.randn(16, 20, generator=generator), torch.randint(5, (16,), generator=generator)
 
-    def fresh() -> nn.Module:
+    def fresh(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
-        return Wide()
+        return Wide().to(dtype)
 
-    expected = WAYS[way](fresh(), x, y)
-    for name in TRAINING:
-        model = fresh()
-        forget()
-        dist.barrier()
-        with SETTINGS[name]():
-            found = WAYS[way](model, x, y)
-        assert found == expected, name
+    for dtype in (torch.float32, torch.float64):
+        expected = WAYS[way](fresh(dtype), x.to(dtype), y)
+        for name in TRAINING:
+            model = fresh(dtype)
+            forget()
+            dist.barrier()
+            with SETTINGS[name]():
+                assert WAYS[way](model, x.to(dtype), y) == expected, (dtype, name)
 
 
 @pytest.mark.parametrize("scenario", named({way: functools.partial(alike, way) for way in WAYS}, QUICK))
