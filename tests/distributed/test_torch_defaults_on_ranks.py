@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from support.counted_launches import on_device
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Tensors, be_quiet, cpu_mesh, digest
 from support.torch_settings import SETTINGS, forget
@@ -24,11 +25,11 @@ QUICK = {"ddp: co3", "ddp: qsgd"}
 
 
 class Wide(nn.Module):
-    """Tensors of all sizes; of the largest one, kernels look at some entries alone before they choose a step."""
+    """Tensors of all sizes; of one with 70,000 entries, kernels look at some alone before they choose a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.big, self.last = nn.Linear(20, 70), nn.Linear(70, 1000), nn.Linear(1000, 5)
+        self.first, self.big, self.last = nn.Linear(20, 70), nn.Linear(70, width), nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.big(torch.tanh(self.first(x)))))
@@ -62,6 +63,14 @@ def by_ddp(spec: str, aggregate: str, model: nn.Module, x: torch.Tensor, y: torc
     return digest(state["memory"]) + trained(model, x, y)
 
 
+def by_ddp_on_device(spec: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
+    """With the GPU's kernels, on the CPU."""
+    with on_device() as launches:
+        found = by_ddp(spec, "all_gather", model, x, y)
+    assert launches or x.dtype == torch.float64, "the host makes all messages"
+    return found
+
+
 def by_data_parallel(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
     return trained(gradwire.DataParallel(model, "dgc:mask=off", aggregate="all_gather"), x, y)
 
@@ -86,6 +95,7 @@ def by_local_sgd(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
 
 WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], str]] = {
     **{f"ddp: {spec}": functools.partial(by_ddp, spec, "all_gather") for spec in ("co3", "qsgd", "ecq", "terngrad")},
+    **{f"device: {spec}": functools.partial(by_ddp_on_device, spec) for spec in ("co3", "qsgd")},
     "scatter_reduce": functools.partial(by_ddp, "co3", "scatter_reduce"),
     "hierarchical": functools.partial(by_ddp, "co3", "hierarchical"),
     "sums": functools.partial(by_ddp, "homomorphic:p=0.05", "all_gather"),
@@ -101,7 +111,7 @@ def alike(way: str, rank: int) -> None:
 
     def fresh(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
-        return Wide().to(dtype)
+        return Wide(60 if way.startswith("device") else 1000).to(dtype)  # the GPU's kernels are slow here
 
     for dtype in (torch.float32, torch.float64):
         expected = WAYS[way](fresh(dtype), x.to(dtype), y)
