@@ -2,10 +2,14 @@
 #include "bindings.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "chunks.h"
+#include "passes.h"
 
 using namespace gradwire;
 
@@ -35,13 +39,14 @@ Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, 
     return q;
 }
 
-void quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
-              float step, nb::tuple fmt, Floats values, std::optional<uint64_t> seed, BytesOut symbols) {
+void quantize_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
+                      float step, nb::tuple fmt, Floats values, std::optional<uint64_t> seed, BytesOut symbols,
+                      int threads) {
     Quantizer q = make_quantizer(fmt, decay, step, values, seed);
     Stream s = make_stream(gradient, memory, memory_out);
     require(symbols.size() == s.count, "symbols has the wrong size");
     nb::gil_scoped_release release;
-    kernels().quantize(q, s, symbols.data());
+    quantize(q, s, symbols.data(), threads);
 }
 
 // Chunks one after the other into `out`; returns their lengths, and how many entries they hold: less than all if it
@@ -49,59 +54,58 @@ void quantize(Floats gradient, std::optional<Floats> memory, std::optional<Float
 std::pair<std::vector<size_t>, size_t> quantize_rans(Floats gradient, std::optional<Floats> memory,
                                                      std::optional<FloatsOut> memory_out, float decay, float step,
                                                      nb::tuple fmt, Floats values, Ints frequencies, int precision,
-                                                     int lanes, size_t chunk, BytesOut out) {
+                                                     int lanes, size_t chunk, BytesOut out, int threads) {
     Quantizer q = make_quantizer(fmt, decay, step, values, std::nullopt);
     Stream s = make_stream(gradient, memory, memory_out);
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
     require(chunk > 0 && s.count > 0, "empty");
     require(table->symbols == q.symbols, "frequencies do not fit the format");
-    chunk = std::min(chunk, s.count);
-    require(out.size() >= rans_bound(s.count, lanes, chunks_of(s.count, chunk)), "out is too small");
+    const Cut cut{s.count, std::min(chunk, s.count), lanes, threads, s.entry_bytes()};
+    require(out.size() >= rans_bound(s.count, lanes, cut.chunks()), "out is too small");
     nb::gil_scoped_release release;
-    std::unique_ptr<uint8_t[]> scratch(new uint8_t[chunk]);
-    std::vector<size_t> lengths;
-    uint8_t* p = out.data();
-    for (size_t i = 0; i < s.count; i += chunk) {
-        const Stream part = s.part(i, std::min(chunk, s.count - i));
-        Coded coded = kernels().quantize_rans(q, part, *table, lanes, p, scratch.get());
-        if (coded.entries) lengths.push_back(coded.bytes);
-        if (coded.entries < part.count) return {lengths, i + coded.entries};
-        p += coded.bytes;
-    }
-    return {lengths, s.count};
+    const auto encode = [&](size_t i, uint8_t* to, uint8_t* scratch) {
+        const Stream part = s.part(cut.start(i), cut.entries(i));
+        return kernels().quantize_rans(q, part, *table, lanes, to, scratch);
+    };
+    Encoded all = encode_chunks(cut, encode, s.in_place(), out.data());
+    return {std::move(all.lengths), all.entries};
 }
 
 // Chunks of symbols one after the other into `out`; returns their lengths.
-std::vector<size_t> rans_encode(Bytes symbols, Ints frequencies, int precision, int lanes, size_t chunk, BytesOut out) {
+std::vector<size_t> rans_encode(Bytes symbols, Ints frequencies, int precision, int lanes, size_t chunk, BytesOut out,
+                                int threads) {
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
     require(chunk > 0, "empty chunks");
     const size_t n = symbols.size();
-    chunk = std::min(chunk, std::max<size_t>(n, 1));
-    require(out.size() >= rans_bound(n, lanes, chunks_of(n, chunk)), "out is too small");
-    uint8_t largest = 0;
-    for (size_t i = 0; i < n; i++) largest = std::max(largest, symbols.data()[i]);
-    require(largest < table->symbols, "symbol out of range");
+    const Cut cut{n, std::min(chunk, std::max<size_t>(n, 1)), lanes, threads, kSymbolBytes};
+    require(out.size() >= rans_bound(n, lanes, cut.chunks()), "out is too small");
+    std::atomic<bool> good{true};
     nb::gil_scoped_release release;
-    std::vector<size_t> lengths;
-    uint8_t* p = out.data();
-    for (size_t i = 0; i < n; i += chunk) {
-        lengths.push_back(kernels().rans_encode(*table, symbols.data() + i, std::min(chunk, n - i), lanes, p));
-        p += lengths.back();
-    }
-    return lengths;
+    const auto encode = [&](size_t i, uint8_t* to, uint8_t*) -> Coded {
+        const uint8_t* from = symbols.data() + cut.start(i);
+        uint8_t largest = 0;
+        for (size_t j = 0; j < cut.entries(i); j++) largest = std::max(largest, from[j]);
+        if (largest < table->symbols)
+            return {kernels().rans_encode(*table, from, cut.entries(i), lanes, to), cut.entries(i)};
+        good = false;
+        return {0, 0};
+    };
+    Encoded all = encode_chunks(cut, encode, nullptr, out.data());
+    require(good, "symbol out of range");
+    return std::move(all.lengths);
 }
 
 // Decodes chunks of `chunk` entries (the last may be shorter); `target` says where entry i goes.
 template <class TargetOf>
 bool rans_decode_all(Bytes body, const std::vector<size_t>& lengths, Ints frequencies, int precision, int lanes,
-                     size_t chunk, size_t count, Sink sink, TargetOf target) {
+                     size_t chunk, size_t count, int threads, Sink sink, TargetOf target) {
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
     require(chunk > 0 && count > 0, "empty");
-    chunk = std::min(chunk, count);
-    require(lengths.size() == chunks_of(count, chunk), "wrong number of chunks");
+    const Cut cut{count, std::min(chunk, count), lanes, threads, kSymbolBytes};
+    require(lengths.size() == cut.chunks(), "wrong number of chunks");
     size_t total = 0;
     for (size_t n : lengths) {
         require(n <= body.size() - total, "chunks are longer than the body");
@@ -112,22 +116,22 @@ bool rans_decode_all(Bytes body, const std::vector<size_t>& lengths, Ints freque
     std::vector<Chunk> chunks;
     const uint8_t* p = body.data();
     for (size_t i = 0; i < lengths.size(); p += lengths[i++])
-        chunks.push_back({p, lengths[i], std::min(chunk, count - i * chunk), target(i * chunk)});
-    return kernels().rans_decode(*table, chunks.data(), chunks.size(), lanes, sink);
+        chunks.push_back({p, lengths[i], cut.entries(i), target(cut.start(i))});
+    return decode_chunks(*table, chunks, cut, sink);
 }
 
 bool rans_decode(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
-                 BytesOut symbols) {
-    return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, symbols.size(), Sink::symbols,
+                 BytesOut symbols, int threads) {
+    return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, symbols.size(), threads, Sink::symbols,
                            [&](size_t i) { return Target{symbols.data() + i, nullptr, nullptr, nullptr}; });
 }
 
 // The values of all symbols, stored in `out`, alone or added to those in `onto`, which may be the same.
 bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
-                     Floats values, FloatsOut out, bool accumulate, Floats onto) {
+                     Floats values, FloatsOut out, bool accumulate, Floats onto, int threads) {
     require(values.size() == frequencies.size(), "values do not fit the frequencies");
     require(onto.size() == out.size(), "there must be as many entries to add to");
-    return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, out.size(),
+    return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, out.size(), threads,
                            accumulate ? Sink::add : Sink::store,
                            [&](size_t i) { return Target{nullptr, values.data(), out.data() + i, onto.data() + i}; });
 }
@@ -145,17 +149,29 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         return crc32(data.data(), data.size(), value);
     });
-    m.def("absmax", [](Floats x) {
+    m.def("absmax", [](Floats x, int threads) {
         nb::gil_scoped_release release;
-        uint32_t bits = kernels().absmax_bits(x.data(), x.size());
+        uint32_t bits = absmax_bits(x.data(), x.size(), threads);
         float value;
         std::memcpy(&value, &bits, 4);
         return value;
+    }, nb::arg("x"), nb::arg("threads") = 1);
+    m.def("histogram", [](Bytes symbols, IntsOut counts, int threads) {
+        int64_t found[256];
+        nb::gil_scoped_release release;
+        histogram(symbols.data(), symbols.size(), threads, found);
+        const bool fit = std::all_of(found + std::min<size_t>(counts.size(), 256), found + 256,
+                                     [](int64_t n) { return !n; });
+        require(fit && counts.size() <= 256, "symbol out of range");
+        std::copy_n(found, counts.size(), counts.data());
     });
     m.def("moments", [](Floats x) {
         int64_t nonzero;
         double sum_abs, sum_square;
-        moments(x.data(), x.size(), nonzero, sum_abs, sum_square);
+        {
+            nb::gil_scoped_release release;
+            moments(x.data(), x.size(), nonzero, sum_abs, sum_square);
+        }
         return nb::make_tuple(nonzero, sum_abs, sum_square);
     });
     m.def("sample",
@@ -163,26 +179,33 @@ NB_MODULE(_native, m) {
         require(!memory || memory->size() == gradient.size(), "memory has the wrong size");
         require(runs && length && out.size() == runs * length && gradient.size() / runs >= length,
                 "sample is too large");
+        nb::gil_scoped_release release;
         sample(gradient.data(), memory ? memory->data() : nullptr, decay, gradient.size(), runs, length, out.data());
     }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"),
           nb::arg("out"));
     m.def("squared_errors", [](Floats u, std::vector<float> steps, nb::tuple fmt, Floats values) {
+        std::vector<Quantizer> quantizers;
+        for (float step : steps) quantizers.push_back(make_quantizer(fmt, 0, step, values, std::nullopt));
+        nb::gil_scoped_release release;
         std::vector<double> errors;
-        for (float step : steps) {
-            Quantizer q = make_quantizer(fmt, 0, step, values, std::nullopt);
-            errors.push_back(kernels().squared_error(q, u.data(), u.size()) * double(step) * double(step));
-        }
+        for (size_t i = 0; i < steps.size(); i++)
+            errors.push_back(kernels().squared_error(quantizers[i], u.data(), u.size()) * double(steps[i]) *
+                             double(steps[i]));
         return errors;
     });
-    m.def("quantize", &quantize, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
+    m.def("quantize", &quantize_entries, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("seed").none(),
-          nb::arg("symbols"));
+          nb::arg("symbols"), nb::arg("threads") = 1);
     m.def("quantize_rans", &quantize_rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("frequencies"),
-          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"));
-    m.def("rans_encode", &rans_encode);
-    m.def("rans_decode", &rans_decode);
-    m.def("rans_dequantize", &rans_dequantize);
+          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"), nb::arg("threads") = 1);
+    m.def("rans_encode", &rans_encode, nb::arg("symbols"), nb::arg("frequencies"), nb::arg("precision"),
+          nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"), nb::arg("threads") = 1);
+    m.def("rans_decode", &rans_decode, nb::arg("body"), nb::arg("lengths"), nb::arg("frequencies"),
+          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("symbols"), nb::arg("threads") = 1);
+    m.def("rans_dequantize", &rans_dequantize, nb::arg("body"), nb::arg("lengths"), nb::arg("frequencies"),
+          nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("values"), nb::arg("out"),
+          nb::arg("accumulate"), nb::arg("onto"), nb::arg("threads") = 1);
     m.def("pack_bits", [](Bytes symbols, int width, BytesOut out) {
         require(width >= 1 && width <= 8 && out.size() == (symbols.size() * width + 7) / 8, "wrong size");
         nb::gil_scoped_release release;

@@ -48,9 +48,16 @@ void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double
 }
 
 void sample(const float* gradient, const float* memory, float decay, size_t n, size_t runs, size_t length, float* out) {
+    constexpr size_t kAhead = 8, kLine = 16;  // each run is a few cache misses: have those of several under way
     const size_t stratum = n / runs;
+    const auto start_of = [&](size_t r) { return r * stratum + mix(uint32_t(r)) % (stratum - length + 1); };
     for (size_t r = 0; r < runs; r++) {
-        size_t start = r * stratum + mix(uint32_t(r)) % (stratum - length + 1);
+        if (r + kAhead < runs)
+            for (size_t i = start_of(r + kAhead), end = i + length; i < end; i += kLine) {
+                __builtin_prefetch(gradient + i);
+                if (memory) __builtin_prefetch(memory + i);
+            }
+        const size_t start = start_of(r);
         for (size_t i = start; i < start + length; i++)
             *out++ = memory ? compensated(gradient[i], memory[i], decay) : gradient[i];
     }

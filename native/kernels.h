@@ -44,6 +44,10 @@ struct Stream {
                 far};
     }
 
+    // The memory, if the new one is written over the old one.
+    float* in_place() const { return memory_out == memory ? memory_out : nullptr; }
+    // What an entry reads and writes.
+    size_t entry_bytes() const { return 4 + (memory ? 4 : 0) + (memory_out ? 4 : 0); }
     bool streams() const { return far && (reinterpret_cast<uintptr_t>(memory_out) & 63) == 0; }
 };
 

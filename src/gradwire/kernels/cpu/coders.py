@@ -1,4 +1,4 @@
-"""The coders, by the native module."""
+"""The coders, by the native module; chunks are coded on all threads that torch has."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rans_encode(
     symbols: np.ndarray, size: int, frequencies: np.ndarray, precision: int, lanes: int, out: np.ndarray
 ) -> list[int]:
     """Encode chunks of `size` symbols, one after the other; returns their lengths."""
-    return _native.rans_encode(symbols, frequencies, precision, lanes, size, out)
+    return _native.rans_encode(symbols, frequencies, precision, lanes, size, out, torch.get_num_threads())
 
 
 def rans_decode(
@@ -78,7 +78,8 @@ def rans_decode(
     symbols: np.ndarray,
 ) -> None:  # fmt: skip
     """Decode chunks of `size` symbols into `symbols`."""
-    if not _native.rans_decode(as_bytes(body), lengths, frequencies, precision, lanes, size, symbols):
+    threads = torch.get_num_threads()
+    if not _native.rans_decode(as_bytes(body), lengths, frequencies, precision, lanes, size, symbols, threads):
         raise FrameError("damaged rans chunk")
 
 
@@ -90,7 +91,7 @@ def rans_dequantize(
     """Decode and look values up in one pass; always True."""
     if not _native.rans_dequantize(
         as_bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, as_array(values), as_array(out),
-        accumulate, as_array(out if onto is None else onto),
+        accumulate, as_array(out if onto is None else onto), torch.get_num_threads(),
     ):  # fmt: skip
         raise FrameError("damaged rans chunk")
     return True

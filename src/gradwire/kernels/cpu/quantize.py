@@ -1,4 +1,7 @@
-"""Samples, their statistics, and rounding to a small float format (CO3), by the native module."""
+"""Samples, their statistics, and rounding to a small float format (CO3), by the native module.
+
+Passes over whole tensors run on all threads that torch has, if there is enough to do for them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from gradwire.kernels.reference.coders import chunk_size
 from gradwire.kernels.reference.quantize import RUN, SAMPLE, SAMPLE_RUNS
 from gradwire.small_float_formats import Format
 
-__all__ = ["absmax", "moments", "quantize", "quantize_rans", "sample", "squared_errors", "to_symbols"]
+__all__ = ["absmax", "histogram", "moments", "quantize", "quantize_rans", "sample", "squared_errors", "to_symbols"]
 
 
 def _is_sampled(gradient: torch.Tensor) -> bool:
@@ -38,7 +41,19 @@ def moments(x: torch.Tensor) -> tuple[int, float, float]:
 @where(flat_fp32)
 def absmax(x: torch.Tensor) -> float:
     """Return the largest magnitude; NaN or infinity if there is one."""
-    return _native.absmax(as_array(x))
+    return _native.absmax(as_array(x), torch.get_num_threads())
+
+
+def _flat_bytes(symbols: torch.Tensor) -> bool:
+    return symbols.dtype == torch.uint8 and symbols.is_contiguous()
+
+
+@where(_flat_bytes)
+def histogram(symbols: torch.Tensor, count: int) -> np.ndarray:
+    """Count how often each of `count` symbols comes."""
+    counts = np.empty(count, dtype=np.int64)
+    _native.histogram(as_array(symbols), counts, torch.get_num_threads())
+    return counts
 
 
 @where(flat_fp32)
@@ -69,7 +84,7 @@ def quantize(
     symbols = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu")
     _native.quantize(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),
-        as_seed(seed), as_array(symbols),
+        as_seed(seed), as_array(symbols), torch.get_num_threads(),
     )  # fmt: skip
     return symbols
 
@@ -80,11 +95,11 @@ def quantize_rans(
     fmt: Format, values: torch.Tensor, frequencies: np.ndarray, precision: int, lane_bits: int, chunks: int,
     out: torch.Tensor,
 ) -> tuple[list[int], int] | None:  # fmt: skip
-    """Compute symbols and error memory, and encode them, 64 entries at a time."""
+    """Compute symbols and error memory, and encode them, 64 entries at a time, on all threads."""
     size = chunk_size(gradient.numel(), chunks)
     return _native.quantize_rans(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, _format(fmt), as_array(values),
-        frequencies, precision, 1 << lane_bits, size, as_array(out),
+        frequencies, precision, 1 << lane_bits, size, as_array(out), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -120,7 +120,8 @@ def quantize_rans(
     out: torch.Tensor,
 ) -> tuple[list[int], int] | None:  # fmt: skip
     """Do `quantize` and rANS in one pass: return the lengths of the chunks, which stand in `out`, and how many entries
-    they hold. That is less than all where the kernel stopped before a NaN or an infinity.
+    they hold. That is less than all where the kernel stopped before a NaN or an infinity. Entries of the memory behind
+    them are then as they were if it is updated in place; in a buffer of its own they are undefined.
 
     None says that this device has no such kernel: the caller then quantizes and encodes one after the other.
     """

@@ -1,0 +1,15 @@
+// Passes over a whole tensor, on threads: entries are taken in blocks by whoever is free, and results do not depend on
+// who took which.
+#pragma once
+
+#include "kernels.h"
+
+namespace gradwire {
+
+uint32_t absmax_bits(const float* x, size_t n, int threads);  // as Kernels::absmax_bits
+
+void quantize(const Quantizer& q, const Stream& s, uint8_t* symbols, int threads);  // as Kernels::quantize
+
+void histogram(const uint8_t* symbols, size_t n, int threads, int64_t counts[256]);
+
+}  // namespace gradwire

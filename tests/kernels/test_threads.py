@@ -1,0 +1,243 @@
+"""The native kernels on several threads: the bytes and the values of one thread, whatever is in the data.
+
+Threads are started only for work that is worth it (native/threads.h), so that tensors here have a million entries.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradwire
+from gradwire import FrameError, codecs, kernels
+from gradwire.models.integer_frequencies import normalize
+from gradwire.small_float_formats import PRESETS
+from support.cases import for_each
+from support.helpers import bits, gradient, native
+
+pytestmark = pytest.mark.skipif(native is None, reason="no native module (test_coders says so, if that is wrong)")
+SETS = native.instruction_sets() if native else []
+SEVERAL = [2, 3, 4, 7]
+FEW = settings(max_examples=max(4, settings().max_examples // 5))
+FP4, STEP = PRESETS["fp4"], 0.01
+VALUES = torch.from_numpy(FP4.levels.astype(np.float32)) * STEP
+
+
+@pytest.fixture(autouse=True)
+def best_set_and_one_thread_afterwards() -> Iterator[None]:
+    yield
+    native.use(SETS[-1])
+    torch.set_num_threads(1)
+
+
+def each_number(numbers: list[int] = SEVERAL) -> Iterator[int]:
+    for threads in numbers:
+        torch.set_num_threads(threads)
+        yield threads
+
+
+# ── frames ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encoded(spec: str, grad: torch.Tensor, memory: torch.Tensor | None, in_place: bool) -> tuple[bytes, bytes]:
+    """The frame, and the error memory afterwards."""
+    codec = gradwire.codec(spec)
+    out = torch.empty(codec.max_frame_bytes(grad), dtype=torch.uint8)
+    before = None if memory is None else memory.clone()
+    after = before if in_place else torch.full_like(grad, 7.0)
+    length = codec.encode_into(grad, out, residual=before, residual_out=after, decay=0.9, seed=5)
+    return bits(out[:length]), b"" if after is None else bits(after)
+
+
+@pytest.mark.parametrize("spec", ["co3", "co3:rounding=stochastic", "co3:format=fp8"])
+@for_each("count", [1_400_003, 4_200_000])
+@for_each("memory", ["none", "other", "same"])
+def test_frames(spec: str, count: int, memory: str) -> None:
+    grad = gradient(count)
+    before = None if memory == "none" else gradient(count, 1)
+    torch.set_num_threads(1)
+    frame, after = encoded(spec, grad, before, memory == "same")
+    decoded = codecs.decode(frame)
+    total = before.clone() if before is not None else torch.ones(count)
+    codecs.decode_payload(*codecs.open_frame(codecs.as_bytes(frame)), total, 0.5, accumulate=True)
+    for threads in each_number():
+        assert encoded(spec, grad, before, memory == "same") == (frame, after), threads
+        assert bits(codecs.decode(frame)) == bits(decoded), threads
+        again = before.clone() if before is not None else torch.ones(count)
+        codecs.decode_payload(*codecs.open_frame(codecs.as_bytes(frame)), again, 0.5, accumulate=True)
+        assert bits(again) == bits(total), threads
+
+
+@for_each("where", [0, 1, 2_500_000, 4_399_999])
+@for_each("in_place", [False, True])
+def test_frames_of_what_is_not_finite(where: int, in_place: bool) -> None:
+    """Memory that is updated in place is not searched first at this size, and restored: to the same bits."""
+    grad, before = gradient(4_400_000), gradient(4_400_000, 1)
+    grad[where] = math.inf
+    torch.set_num_threads(1)
+    expected = encoded("co3", grad, before, in_place)
+    for threads in each_number([2, 5]):
+        assert encoded("co3", grad, before, in_place) == expected, threads
+
+
+# ── chunks ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def frequencies(precision: int) -> np.ndarray:
+    return normalize(np.array([1, 3, 6, 20, 80, 250, 80, 20, 6, 3, 1]), precision)
+
+
+def coded(
+    grad: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, precision: int, lane_bits: int,
+    chunks: int,
+) -> tuple[list[int], int, bytes]:  # fmt: skip
+    size = kernels.chunk_size(len(grad), chunks)
+    out = torch.empty(2 * len(grad) + (3 << lane_bits) * -(-len(grad) // size) + 64, dtype=torch.uint8)
+    lengths, done = native.quantize_rans(
+        grad, memory, memory_out, 0.9, STEP, FP4, VALUES, frequencies(precision), precision, lane_bits, chunks, out
+    )
+    return lengths, done, bits(out[: sum(lengths)])
+
+
+@FEW
+@given(
+    count=st.integers(700_000, 1_300_000), chunks=st.one_of(st.integers(2, 12), st.integers(2, 4000)),
+    lane_bits=st.integers(3, 6), precision=st.sampled_from([8, 12]), memory=st.sampled_from(["none", "other", "same"]),
+    bad=st.lists(st.floats(0, 1, exclude_max=True), max_size=3), name=st.sampled_from(SETS), data=st.data(),
+)  # fmt: skip
+def test_chunks(count, chunks, lane_bits, precision, memory, bad, name, data):
+    """The same lengths, bytes and memory, up to the first entry that is not finite, and in place no further."""
+    native.use(name)
+    grad, before = gradient(count), gradient(count, 1) if memory != "none" else None
+    for place in bad:
+        (before if before is not None and data.draw(st.booleans()) else grad)[int(place * count)] = math.nan
+    results = []
+    for _ in each_number([1, *SEVERAL]):
+        source = None if before is None else before.clone()
+        after = source if memory == "same" else torch.zeros(count)
+        lengths, done, body = coded(grad, source, after, precision, lane_bits, chunks)
+        results.append((lengths, done, body, bits(after if memory == "same" else after[:done])))
+    assert all(r == results[0] for r in results), [r[1] for r in results]
+    assert results[0][1] == count if not bad else results[0][1] < count
+
+
+@FEW
+@given(
+    count=st.integers(3_700_000, 4_000_000), chunks=st.one_of(st.integers(2, 12), st.integers(2, 4000)),
+    lane_bits=st.integers(4, 6), precision=st.sampled_from([8, 12]), damage=st.floats(0, 1, exclude_max=True),
+)  # fmt: skip
+def test_symbols(count, chunks, lane_bits, precision, damage):
+    """Of all threads the same bytes, and the same symbols and values back; a damaged chunk anywhere is an error."""
+    table, size = frequencies(precision), kernels.chunk_size(count, chunks)
+    symbols = np.random.default_rng(count).choice(11, size=count, p=table / table.sum()).astype(np.uint8)
+    out = np.zeros(2 * count + (3 << lane_bits) * -(-count // size) + 64, dtype=np.uint8)
+    lengths = native.rans_encode(symbols, size, table, precision, 1 << lane_bits, out)
+    body = out[: sum(lengths)].copy()
+    broken = body.copy()
+    broken[sum(lengths[: int(damage * len(lengths))]) + 2] = 255  # a state out of range
+    before = torch.arange(count, dtype=torch.float32)
+    sums = before + VALUES[torch.from_numpy(symbols).long()]
+    back, values = np.empty_like(symbols), torch.empty(count)
+    for threads in each_number():
+        out[:] = 0
+        assert native.rans_encode(symbols, size, table, precision, 1 << lane_bits, out) == lengths, threads
+        assert (out[: len(body)] == body).all(), threads
+        back[:] = 99
+        native.rans_decode(memoryview(body), lengths, size, table, precision, 1 << lane_bits, back)
+        assert (back == symbols).all(), threads
+        rest = size, table, precision, lane_bits, VALUES, values, True, before
+        native.rans_dequantize(memoryview(body), lengths, *rest)
+        assert bits(values) == bits(sums), threads
+        with pytest.raises(FrameError):
+            native.rans_dequantize(memoryview(broken), lengths, *rest)
+        wrong = symbols.copy()
+        wrong[int(damage * count)] = 11
+        with pytest.raises(ValueError, match="symbol out of range"):
+            native.rans_encode(wrong, size, table, precision, 1 << lane_bits, out)
+
+
+# ── passes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@for_each("count", [1_048_576, 3_700_001])
+@for_each("bad", [None, math.nan, -math.inf])
+def test_passes(count: int, bad: float | None) -> None:
+    x = gradient(count + 1)[1:]
+    if bad is not None:
+        x[count // 3] = bad
+    torch.set_num_threads(1)
+    most, symbols = native.absmax(x), native.quantize(x.nan_to_num(), None, None, 0.0, STEP, FP4, VALUES, 3)
+    counts = native.histogram(symbols, 11)
+    assert counts.tolist() == np.bincount(symbols.numpy(), minlength=11).tolist()
+    for threads in each_number():
+        assert np.array(native.absmax(x)).tobytes() == np.array(most).tobytes(), threads
+        assert bits(native.quantize(x.nan_to_num(), None, None, 0.0, STEP, FP4, VALUES, 3)) == bits(symbols), threads
+        assert native.histogram(symbols, 11).tolist() == counts.tolist(), threads
+        with pytest.raises(ValueError, match="symbol out of range"):
+            native.histogram(symbols, 5)
+
+
+# ── threads ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def tasks() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_threads_start_for_the_work_and_end_with_it() -> None:
+    grad = gradient(2_000_000)
+    torch.set_num_threads(4)
+    coded(grad, None, None, 8, 6, 40)  # from here on torch's own threads are as many as they will be
+    before, most, over = tasks(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.is_set():
+            most = max(most, tasks())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(500):
+        coded(grad, None, None, 8, 6, 40)
+        if most > before + 1:
+            break
+    over.set()
+    watcher.join()
+    assert most > before + 1
+    deadline = time.monotonic() + 10  # one that has ended may be listed for a moment
+    while tasks() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tasks() <= before
+    small = 100_000  # not worth a thread, nor what starting it would cost
+    expected = coded(grad[:small], None, None, 8, 6, 40)
+    torch.set_num_threads(1)
+    assert coded(grad[:small], None, None, 8, 6, 40) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """In the child nothing of torch may run on several threads: those of its OpenMP are gone, and it waits for them."""
+    table, symbols = frequencies(8), np.arange(2_000_000, dtype=np.uint8) % 11
+    out = np.empty(2 * len(symbols) + 10_000, dtype=np.uint8)
+    torch.set_num_threads(3)
+    lengths = native.rans_encode(symbols, 100_032, table, 8, 64, out)
+    expected = out[: sum(lengths)].tobytes()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        out[:] = 0
+        again = native.rans_encode(symbols, 100_032, table, 8, 64, out)
+        os._exit(0 if again == lengths and out[: sum(lengths)].tobytes() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
