@@ -39,11 +39,12 @@ lint: $(VENV)/.lint        ## style, types, the import law and its graph
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python scripts/import_graph.py --check
 
-bench: $(VENV)/.test       ## speed on one core, beside copy, zstd, constriction, torch.topk and eager torch
+bench: $(VENV)/.test       ## speed on one core, and on more of them, beside copy, zstd, constriction, torch.topk and eager torch
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/sparse.py
 	$(BIN)/python benchmarks/quantizers.py
 	$(BIN)/python benchmarks/homomorphic.py
+	$(BIN)/python benchmarks/threads.py
 
 bench-link: $(VENV)/.built ## training step on links of 100 Mbit/s to 10 Gbit/s: ten minutes (Linux, root, iproute2)
 	$(BIN)/python benchmarks/link.py

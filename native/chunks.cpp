@@ -121,7 +121,8 @@ class Line {
 
 Encoded encode_chunks(const Cut& cut, const EncodeChunk& encode, float* memory, uint8_t* out) {
     const size_t threads = std::min(threads_for(cut.count * cut.entry_bytes, cut.threads), cut.chunks());
-    if (threads == 1) return encode_alone(cut, encode, out);
+    // With copies of the memory, two threads take as long as one without.
+    if (threads == 1 || (memory && threads == 2)) return encode_alone(cut, encode, out);
     Line line(cut, encode, memory, threads, out);
     on_threads(threads, [&] { line.work(); });
     return line.finish();
@@ -130,7 +131,7 @@ Encoded encode_chunks(const Cut& cut, const EncodeChunk& encode, float* memory, 
 bool decode_chunks(const RansTable& table, const std::vector<Chunk>& chunks, const Cut& cut, Sink sink) {
     const size_t threads = std::min(threads_for(cut.count * cut.entry_bytes, cut.threads), chunks.size());
     if (threads == 1) return kernels().rans_decode(table, chunks.data(), chunks.size(), cut.lanes, sink);
-    constexpr size_t kTogether = 4;  // kernels decode up to so many side by side, which is faster
+    constexpr size_t kTogether = 2;  // decoded side by side: faster than one at a time, and as fast as more
     std::mutex mutex;
     size_t next = 0;
     std::atomic<bool> good{true};
@@ -139,10 +140,10 @@ bool decode_chunks(const RansTable& table, const std::vector<Chunk>& chunks, con
             size_t first, n;
             {
                 std::lock_guard<std::mutex> guard(mutex);
-                // Towards the end fewer at a time, so that all threads end together.
-                const size_t left = chunks.size() - next, share = (left + threads - 1) / threads;
+                // The last ones one by one, so that all threads end together.
+                const size_t left = chunks.size() - next;
                 first = next;
-                next += n = std::min(share, kTogether);
+                next += n = left < kTogether * threads ? std::min<size_t>(left, 1) : kTogether;
             }
             if (!n) return;
             if (!kernels().rans_decode(table, chunks.data() + first, n, cut.lanes, sink)) good = false;
