@@ -145,9 +145,9 @@ NB_MODULE(_native, m) {
         for (const char* const* n = available_kernels(); *n; n++) names.emplace_back(*n);
         return names;
     });
-    m.def("crc32", [](Bytes data, uint32_t value) {
+    m.def("crc32", [](Bytes data, uint32_t value, int threads) {
         nb::gil_scoped_release release;
-        return crc32(data.data(), data.size(), value);
+        return crc32(data.data(), data.size(), value, threads);
     });
     m.def("absmax", [](Floats x, int threads) {
         nb::gil_scoped_release release;
@@ -206,15 +206,15 @@ NB_MODULE(_native, m) {
     m.def("rans_dequantize", &rans_dequantize, nb::arg("body"), nb::arg("lengths"), nb::arg("frequencies"),
           nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("values"), nb::arg("out"),
           nb::arg("accumulate"), nb::arg("onto"), nb::arg("threads") = 1);
-    m.def("pack_bits", [](Bytes symbols, int width, BytesOut out) {
+    m.def("pack_bits", [](Bytes symbols, int width, BytesOut out, int threads) {
         require(width >= 1 && width <= 8 && out.size() == (symbols.size() * width + 7) / 8, "wrong size");
         nb::gil_scoped_release release;
-        pack_bits(symbols.data(), symbols.size(), width, out.data());
+        pack_bits(symbols.data(), symbols.size(), width, out.data(), threads);
     });
-    m.def("unpack_bits", [](Bytes data, int width, int limit, BytesOut symbols) {
+    m.def("unpack_bits", [](Bytes data, int width, int limit, BytesOut symbols, int threads) {
         require(width >= 1 && width <= 8 && data.size() == (symbols.size() * width + 7) / 8, "wrong size");
         nb::gil_scoped_release release;
-        return unpack_bits(data.data(), symbols.size(), width, limit, symbols.data());
+        return unpack_bits(data.data(), symbols.size(), width, limit, symbols.data(), threads);
     });
     m.def("huffman_encode", [](Bytes symbols, Bytes lengths, Codes codes, BytesOut out) {
         require(lengths.size() == codes.size() && lengths.size() <= kMaxSymbols, "bad code");

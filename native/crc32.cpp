@@ -83,7 +83,27 @@ bool can_fold() {
 const bool folds = can_fold();
 #endif
 
+// The product of two polynomials mod P, bit-reflected: the highest bit is x^0.
+uint32_t product(uint32_t a, uint32_t b) {
+    uint32_t c = 0;
+    for (; a; a <<= 1) {
+        if (a & 0x80000000u) c ^= b;
+        b = b & 1 ? 0xedb88320u ^ (b >> 1) : b >> 1;
+    }
+    return c;
+}
+
 }  // namespace
+
+// Appending n bytes multiplies a CRC by x^8n, which is found by squaring.
+uint32_t crc32_joined(uint32_t first, uint32_t second, size_t n) {
+    uint32_t factor = 0x80000000u, square = 0x00800000u;  // x^0 and x^8
+    for (; n; n >>= 1) {
+        if (n & 1) factor = product(factor, square);
+        square = product(square, square);
+    }
+    return product(factor, first) ^ second;
+}
 
 uint32_t crc32(const uint8_t* data, size_t n, uint32_t value) {
     uint32_t c = ~value;

@@ -118,6 +118,8 @@ const char* const* available_kernels();  // null-terminated, best last
 #endif
 
 uint32_t crc32(const uint8_t* data, size_t n, uint32_t value);
+// The CRC of one piece of data and another behind it, of n bytes, from those of both.
+uint32_t crc32_joined(uint32_t first, uint32_t second, size_t n);
 
 // Sums over the entries that are not zero, in fp64 (eight partial sums, always the same ones).
 void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double& sum_square);

@@ -2,7 +2,9 @@
 #include "passes.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
+#include <vector>
 
 #include "threads.h"
 
@@ -37,6 +39,34 @@ void histogram(const uint8_t* symbols, size_t n, int threads, int64_t counts[256
         std::lock_guard<std::mutex> guard(mutex);
         for (int s = 0; s < 256; s++) counts[s] += found[0][s] + found[1][s] + found[2][s] + found[3][s];
     });
+}
+
+uint32_t crc32(const uint8_t* data, size_t n, uint32_t value, int threads) {
+    const size_t parts = threads_for(n, threads), size = (n + parts - 1) / parts;
+    if (parts == 1) return crc32(data, n, value);
+    const auto length = [&](size_t i) { return std::min(size, n - i * size); };
+    std::vector<uint32_t> found(parts);
+    std::atomic<size_t> next{0};
+    on_threads(parts, [&] {
+        for (size_t i; (i = next++) < parts;) found[i] = crc32(data + i * size, length(i), i ? 0 : value);
+    });
+    for (size_t i = 1; i < parts; i++) found[0] = crc32_joined(found[0], found[i], length(i));
+    return found[0];
+}
+
+// A block begins at a whole byte, as it begins at a multiple of eight symbols.
+void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out, int threads) {
+    in_aligned_blocks(n, 2, threads, [&](size_t first, size_t last) {
+        pack_bits(symbols + first, last - first, width, out + first / 8 * width);
+    });
+}
+
+bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* symbols, int threads) {
+    std::atomic<bool> good{true};
+    in_aligned_blocks(n, 2, threads, [&](size_t first, size_t last) {
+        if (!unpack_bits(data + first / 8 * width, last - first, width, limit, symbols + first)) good = false;
+    });
+    return good;
 }
 
 }  // namespace gradwire

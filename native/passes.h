@@ -12,4 +12,11 @@ void quantize(const Quantizer& q, const Stream& s, uint8_t* symbols, int threads
 
 void histogram(const uint8_t* symbols, size_t n, int threads, int64_t counts[256]);
 
+uint32_t crc32(const uint8_t* data, size_t n, uint32_t value, int threads);
+
+// Symbols of `width` bits each, packed and back; the latter is false if a symbol is not below the limit, or bits are
+// left over.
+void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out, int threads);
+bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* symbols, int threads);
+
 }  // namespace gradwire

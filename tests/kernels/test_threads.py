@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,7 +25,7 @@ from gradwire import FrameError, codecs, kernels
 from gradwire.models.integer_frequencies import normalize
 from gradwire.small_float_formats import PRESETS
 from support.cases import for_each
-from support.helpers import bits, gradient, native
+from support.helpers import LEVEL_SPECS, bits, gradient, native
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native module (test_coders says so, if that is wrong)")
 SETS = native.instruction_sets() if native else []
@@ -77,6 +78,17 @@ def test_frames(spec: str, count: int, memory: str) -> None:
         again = before.clone() if before is not None else torch.ones(count)
         codecs.decode_payload(*codecs.open_frame(codecs.as_bytes(frame)), again, 0.5, accumulate=True)
         assert bits(again) == bits(total), threads
+
+
+@for_each("spec", [*LEVEL_SPECS, "qsgd", "terngrad", "none", "co3:coder=raw", "co3:coder=huffman"])
+def test_frames_of_other_recipes(spec: str) -> None:
+    grad, before = gradient(1_400_003), gradient(1_400_003, 1)
+    torch.set_num_threads(1)
+    frame, after = encoded(spec, grad, before, False)
+    decoded = codecs.decode(frame)
+    for threads in each_number([2, 5]):
+        assert encoded(spec, grad, before, False) == (frame, after), threads
+        assert bits(codecs.decode(frame)) == bits(decoded), threads
 
 
 @for_each("where", [0, 1, 2_500_000, 4_399_999])
@@ -186,6 +198,31 @@ def test_passes(count: int, bad: float | None) -> None:
         assert native.histogram(symbols, 11).tolist() == counts.tolist(), threads
         with pytest.raises(ValueError, match="symbol out of range"):
             native.histogram(symbols, 5)
+
+
+@for_each("length", [4 << 20, (14 << 20) + 5, 16_777_217])
+def test_checksums(length: int) -> None:
+    data = np.random.default_rng(0).bytes(length)
+    expected = zlib.crc32(data, 77)
+    for threads in each_number([1, *SEVERAL]):
+        assert native.crc32(memoryview(data), 77) == expected, threads
+
+
+@for_each("width", range(1, 9))
+def test_packed_bits(width: int) -> None:
+    symbols = np.random.default_rng(width).integers(0, 1 << width, 7_400_003).astype(np.uint8)
+    symbols[[0, 5_000_000, -1]] = (1 << width) - 1
+    torch.set_num_threads(1)
+    packed = native.pack_bits(symbols, width)
+    for threads in each_number([2, 7]):
+        assert native.pack_bits(symbols, width) == packed, threads
+        assert (native.unpack_bits(memoryview(packed), len(symbols), width, 1 << width) == symbols).all(), threads
+        for place in (0, 5_000_000, -1):
+            beyond = symbols & ((1 << width) - 1 >> 1) if width > 1 else symbols * 0
+            beyond[place] = (1 << width) - 1
+            with pytest.raises(FrameError):
+                wrong = memoryview(native.pack_bits(beyond, width))
+                native.unpack_bits(wrong, len(symbols), width, (1 << width) - 1)
 
 
 # ── threads ───────────────────────────────────────────────────────────────────────────────────────

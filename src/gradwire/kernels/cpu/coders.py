@@ -1,4 +1,4 @@
-"""The coders, by the native module; chunks are coded on all threads that torch has."""
+"""The coders, by the native module, on all threads that torch has; Huffman codes on one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = [
 
 def crc32(data: memoryview, value: int = 0) -> int:
     """Compute the checksum with the processor's own instructions, where it has them."""
-    return _native.crc32(as_bytes(data), value)
+    return _native.crc32(as_bytes(data), value, torch.get_num_threads())
 
 
 def pack_bits(symbols: np.ndarray, width: int) -> bytes:
     """Pack `width` bits a symbol."""
     out = np.empty((len(symbols) * width + 7) // 8, dtype=np.uint8)
-    _native.pack_bits(symbols, width, out)
+    _native.pack_bits(symbols, width, out, torch.get_num_threads())
     return out.tobytes()
 
 
@@ -33,7 +33,7 @@ def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndar
     if len(data) != (count * width + 7) // 8:
         raise FrameError("wrong length of packed symbols")
     symbols = np.empty(count, dtype=np.uint8)
-    if not _native.unpack_bits(as_bytes(data), width, limit, symbols):
+    if not _native.unpack_bits(as_bytes(data), width, limit, symbols, torch.get_num_threads()):
         raise FrameError("damaged packed symbols")
     return symbols
 
