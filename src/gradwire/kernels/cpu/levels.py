@@ -1,4 +1,7 @@
-"""The kernels of quantizers with a few levels in each bucket (BinGrad, ORQ, QSGD, …), by the native module."""
+"""The kernels of quantizers with a few levels in each bucket (BinGrad, ORQ, QSGD, …), by the native module.
+
+Buckets do not depend on each other: they are shared by all threads that torch has.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ METHODS = ("greedy", "polished", "exact", "two", "pair")
 def bucket_stats(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, starts: np.ndarray) -> np.ndarray:
     """Return minimum, maximum and sums of every bucket, in one pass."""
     out = np.empty((len(starts) - 1, 5))
-    _native.bucket_stats(as_array(gradient), as_array(memory), decay, starts, out.ravel())
+    _native.bucket_stats(as_array(gradient), as_array(memory), decay, starts, out.ravel(), torch.get_num_threads())
     return out
 
 
@@ -30,8 +33,9 @@ def search_levels(
     """Search the best levels of every bucket."""
     out = np.empty((len(starts) - 1, 1 if method == "pair" else levels), dtype=np.float32)
     _native.search_levels(
-        as_array(gradient), as_array(memory), decay, starts, limits, levels, METHODS.index(method), out.ravel()
-    )
+        as_array(gradient), as_array(memory), decay, starts, limits, levels, METHODS.index(method), out.ravel(),
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -45,7 +49,7 @@ def assign_levels(
     symbols, counts = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu"), np.zeros(levels, dtype=np.int64)
     _native.assign_levels(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, values.reshape(-1).numpy(), levels, starts,
-        as_seed(seed), as_array(symbols), counts,
+        as_seed(seed), as_array(symbols), counts, torch.get_num_threads(),
     )  # fmt: skip
     return symbols, counts
 
@@ -57,8 +61,9 @@ def spread_levels(
     fused = flat_fp32(out)
     target = out if fused else torch.empty(len(symbols), dtype=torch.float32, device="cpu")
     _native.spread_levels(
-        symbols, as_array(values.reshape(-1)), values.shape[1], starts, as_array(target), accumulate and fused
-    )
+        symbols, as_array(values.reshape(-1)), values.shape[1], starts, as_array(target), accumulate and fused,
+        torch.get_num_threads(),
+    )  # fmt: skip
     if not fused and accumulate:
         out += target
     elif not fused:
