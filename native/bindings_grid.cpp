@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "chunks.h"
 #include "grid.h"
 
 namespace gradwire {
@@ -37,11 +38,60 @@ size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<Flo
     return outliers.count;
 }
 
+// The outliers of each chunk in a list of its own, twice as long as it should be, until all chunks are coded.
+class ListsOfChunks {
+  public:
+    ListsOfChunks(size_t chunks, size_t chunk)
+        : room_(chunk / 8 + 16), positions_(new int64_t[chunks * room_]), multiples_(new int32_t[chunks * room_]),
+          counts_(chunks) {}
+
+    Outliers of(size_t i) { return {positions_.get() + i * room_, multiples_.get() + i * room_, 0, room_}; }
+    void close(size_t i, const Outliers& o) { counts_[i] = o.count; }
+    bool is_full(size_t i) const { return counts_[i] == room_; }
+
+    // False, with nothing written, if there is no room for those of the first chunks, or their lists had none.
+    bool join(size_t chunks, Outliers& all) const {
+        size_t total = 0;
+        for (size_t i = 0; i < chunks; i++) {
+            if (is_full(i)) return false;
+            total += counts_[i];
+        }
+        if (total > all.capacity) return false;
+        for (size_t i = 0; i < chunks; all.count += counts_[i++]) {
+            std::copy_n(positions_.get() + i * room_, counts_[i], all.positions + all.count);
+            std::copy_n(multiples_.get() + i * room_, counts_[i], all.multiples + all.count);
+        }
+        return true;
+    }
+
+  private:
+    size_t room_;
+    std::unique_ptr<int64_t[]> positions_;
+    std::unique_ptr<int32_t[]> multiples_;
+    std::vector<size_t> counts_;
+};
+
+// Whether an outlier finds room depends on all before it. So threads go ahead as if there were room for all; if there
+// is not, which is rare, all is done again by one, as if nothing had been: the memory must not be changed in place.
+bool encode_on_threads(const Cut& cut, const Grid& g, const Stream& s, const RansTable& table, uint8_t* out,
+                       Outliers& outliers, Encoded& all) {
+    ListsOfChunks lists(cut.chunks(), cut.chunk);
+    const auto encode = [&](size_t i, uint8_t* to, uint8_t* scratch) -> Coded {
+        Outliers some = lists.of(i);
+        const Stream part = s.part(cut.start(i), cut.entries(i));
+        const Coded coded = grid_kernels().quantize_rans(g, part, table, cut.lanes, to, scratch, some);
+        lists.close(i, some);
+        return coded;
+    };
+    all = encode_chunks(cut, encode, nullptr, out);
+    return lists.join(all.lengths.size(), outliers);
+}
+
 // Chunks one after the other into `out`: their lengths, how many entries they hold (less than all if it stopped before
 // a NaN or an infinity) and how many outliers there were.
 nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
                float step, float shift, Floats values, std::optional<float> offset, Ints frequencies, int precision,
-               int lanes, size_t chunk, BytesOut out, IntsOut positions, Ints32Out multiples) {
+               int lanes, size_t chunk, BytesOut out, IntsOut positions, Ints32Out multiples, int threads) {
     Grid g = make_grid(decay, step, shift, values, std::nullopt);
     g.settle = offset.has_value();
     g.offset = offset.value_or(0);
@@ -51,24 +101,22 @@ nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<Floa
     require_lanes(lanes);
     require(chunk > 0 && s.count > 0, "empty");
     require(table->symbols == 2 * g.largest + 1, "frequencies do not fit the grid");
-    chunk = std::min(chunk, s.count);
-    require(out.size() >= rans_bound(s.count, lanes, chunks_of(s.count, chunk)), "out is too small");
-    std::vector<size_t> lengths;
-    size_t done = 0;
+    Cut cut{s.count, std::min(chunk, s.count), lanes, threads, s.entry_bytes()};
+    require(out.size() >= rans_bound(s.count, lanes, cut.chunks()), "out is too small");
+    Encoded all{{}, 0};
     {
         nb::gil_scoped_release release;
-        std::unique_ptr<uint8_t[]> scratch(new uint8_t[chunk]);
-        uint8_t* p = out.data();
-        while (done < s.count) {
-            const Stream part = s.part(done, std::min(chunk, s.count - done));
-            const Coded coded = grid_kernels().quantize_rans(g, part, *table, lanes, p, scratch.get(), outliers);
-            if (coded.entries) lengths.push_back(coded.bytes);
-            p += coded.bytes;
-            done += coded.entries;
-            if (coded.entries < part.count) break;
+        if (s.in_place() || cut.threads_of_use() == 1 ||
+            !encode_on_threads(cut, g, s, *table, out.data(), outliers, all)) {
+            cut.threads = 1;
+            const auto encode = [&](size_t i, uint8_t* to, uint8_t* scratch) {
+                const Stream part = s.part(cut.start(i), cut.entries(i));
+                return grid_kernels().quantize_rans(g, part, *table, lanes, to, scratch, outliers);
+            };
+            all = encode_chunks(cut, encode, nullptr, out.data());
         }
     }
-    return nb::make_tuple(lengths, done, outliers.count);
+    return nb::make_tuple(all.lengths, all.entries, outliers.count);
 }
 
 }  // namespace
@@ -80,7 +128,7 @@ void bind_grid(nb::module_& m) {
     m.def("grid_rans", rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("offset").none(),
           nb::arg("frequencies"), nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"),
-          nb::arg("positions"), nb::arg("multiples"));
+          nb::arg("positions"), nb::arg("multiples"), nb::arg("threads") = 1);
     m.def("grid_measure",
           [](Floats x, Doubles first, Doubles second, int64_t zeros, Doubles logs, float step,
              float shift) -> nb::object {

@@ -119,8 +119,12 @@ class Line {
 
 }  // namespace
 
+size_t Cut::threads_of_use() const {
+    return std::min(threads_for(count * entry_bytes, threads), std::max<size_t>(chunks(), 1));
+}
+
 Encoded encode_chunks(const Cut& cut, const EncodeChunk& encode, float* memory, uint8_t* out) {
-    const size_t threads = std::min(threads_for(cut.count * cut.entry_bytes, cut.threads), cut.chunks());
+    const size_t threads = cut.threads_of_use();
     // With copies of the memory, two threads take as long as one without.
     if (threads == 1 || (memory && threads == 2)) return encode_alone(cut, encode, out);
     Line line(cut, encode, memory, threads, out);
@@ -129,7 +133,7 @@ Encoded encode_chunks(const Cut& cut, const EncodeChunk& encode, float* memory, 
 }
 
 bool decode_chunks(const RansTable& table, const std::vector<Chunk>& chunks, const Cut& cut, Sink sink) {
-    const size_t threads = std::min(threads_for(cut.count * cut.entry_bytes, cut.threads), chunks.size());
+    const size_t threads = cut.threads_of_use();
     if (threads == 1) return kernels().rans_decode(table, chunks.data(), chunks.size(), cut.lanes, sink);
     constexpr size_t kTogether = 2;  // decoded side by side: faster than one at a time, and as fast as more
     std::mutex mutex;

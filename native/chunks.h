@@ -22,6 +22,7 @@ struct Cut {
     int lanes, threads;
     size_t entry_bytes;  // what coding an entry reads and writes, or takes as long as
 
+    size_t threads_of_use() const;  // not more than there are chunks, nor more than it is worth
     size_t chunks() const { return (count + chunk - 1) / chunk; }
     size_t start(size_t i) const { return i * chunk; }
     size_t entries(size_t i) const { return count - i * chunk < chunk ? count - i * chunk : chunk; }

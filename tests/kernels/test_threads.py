@@ -61,7 +61,7 @@ def encoded(spec: str, grad: torch.Tensor, memory: torch.Tensor | None, in_place
     return bits(out[:length]), b"" if after is None else bits(after)
 
 
-@pytest.mark.parametrize("spec", ["co3", "co3:rounding=stochastic", "co3:format=fp8"])
+@pytest.mark.parametrize("spec", ["co3", "co3:rounding=stochastic", "co3:format=fp8", "ecq"])
 @for_each("count", [1_400_003, 4_200_000])
 @for_each("memory", ["none", "other", "same"])
 def test_frames(spec: str, count: int, memory: str) -> None:
@@ -142,6 +142,34 @@ def test_chunks(count, chunks, lane_bits, precision, memory, bad, name, data):
         results.append((lengths, done, body, bits(after if memory == "same" else after[:done])))
     assert all(r == results[0] for r in results), [r[1] for r in results]
     assert results[0][1] == count if not bad else results[0][1] < count
+
+
+@for_each("bad", [(), (5,), (600_000, 1_100_001)])
+@for_each("capacity", [100, 30_000, 80_000])  # of about 60,000 that would be outliers
+@for_each("uneven", [False, True])  # all of them in one chunk, whose list is then too short
+@for_each("in_place", [False, True])
+def test_grids_and_their_outliers(bad, capacity, uneven, in_place):
+    grad, before = gradient(1_300_003, scale=0.1), gradient(1_300_003, 1, scale=0.1)
+    grad.clamp_(-0.3, 0.3), before.clamp_(-0.3, 0.3)
+    outside = torch.arange(60_000) + 300_000 if uneven else torch.arange(60_000) * 21
+    grad[outside] += 50 * grad[outside].sign()
+    grad[list(bad)] = math.nan
+    values = torch.arange(-7, 8, dtype=torch.float32) * 0.2
+    table, out = (
+        normalize(np.array([1] * 5 + [40, 80, 900, 80, 40] + [1] * 5), 12),
+        torch.empty(3_000_000, dtype=torch.uint8),
+    )
+    results = []
+    for _ in each_number([1, *SEVERAL]):
+        source = before.clone()
+        after = source if in_place else torch.zeros_like(grad)
+        lengths, done, (positions, multiples) = native.grid_rans(
+            grad, source, after, 0.9, 0.2, 0.4, values, 0.1, capacity, table, 12, 6, 9, out
+        )
+        after = after if in_place else after[:done]
+        results.append((lengths, done, bits(out[: sum(lengths)]), bits(positions), bits(multiples), bits(after)))
+    assert all(r == results[0] for r in results), [(r[1], len(r[3])) for r in results]
+    assert results[0][1] < len(grad) if bad else results[0][1] == len(grad)
 
 
 @FEW

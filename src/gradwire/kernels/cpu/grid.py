@@ -51,12 +51,12 @@ def grid_rans(
     shift: float, values: torch.Tensor, offset: float | None, capacity: int, frequencies: np.ndarray, precision: int,
     lane_bits: int, chunks: int, out: torch.Tensor,
 ) -> tuple[list[int], int, Outliers] | None:  # fmt: skip
-    """Quantize and encode 64 entries at a time, without a pass over the tensor in between."""
+    """Quantize and encode 64 entries at a time, without a pass over the tensor in between, on all threads."""
     outliers = _room(capacity)
     size = chunk_size(gradient.numel(), chunks)
     lengths, done, count = _native.grid_rans(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, shift, as_array(values), offset,
-        frequencies, precision, 1 << lane_bits, size, as_array(out), *map(as_array, outliers),
+        frequencies, precision, 1 << lane_bits, size, as_array(out), *map(as_array, outliers), torch.get_num_threads(),
     )  # fmt: skip
     return lengths, done, _first(count, outliers)
 
