@@ -17,7 +17,7 @@ nb::object array_of(const Buffer<T>& buffer, size_t n) {
 
 // How many entries were written to memory_out, and the chosen ones: positions and values.
 nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
-                         float decay, std::optional<size_t> wanted, uint32_t low, bool one_sign) {
+                         float decay, std::optional<size_t> wanted, uint32_t low, bool one_sign, int threads) {
     Stream s = make_stream(gradient, memory, memory_out);
     require(low >= 1 && low <= 0x7f800000u, "low is not the bit pattern of a magnitude above 0");
     require(!wanted || *wanted >= 1, "nothing is wanted");
@@ -26,7 +26,7 @@ nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::opt
     int winner = 0;
     {
         nb::gil_scoped_release release;
-        done = select(s, decay, wanted.value_or(kAll), low, one_sign, sides);
+        done = select(s, decay, wanted.value_or(kAll), low, one_sign, sides, threads);
         if (done == s.count && one_sign) winner = sides[0].mean() < sides[1].mean();
     }
     const Candidates& chosen = sides[winner];
@@ -34,7 +34,7 @@ nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::opt
     return nb::make_tuple(done, array_of(chosen.position, n), array_of(chosen.value, n));
 }
 
-void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate) {
+void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate, int threads) {
     const size_t n = positions.size(), stride = values.size() == 1 ? 0 : 1;
     require(values.size() == 1 || values.size() == n, "as many values as positions, or one");
     const int64_t* p = positions.data();
@@ -43,9 +43,9 @@ void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate) {
     require(good, "positions must be ascending, and inside");
     nb::gil_scoped_release release;
     if (accumulate)
-        scatter_add(out.data(), p, n, values.data(), stride);
+        scatter_add(out.data(), p, n, values.data(), stride, threads);
     else
-        scatter_store(out.data(), out.size(), p, n, values.data(), stride);
+        scatter_store(out.data(), out.size(), p, n, values.data(), stride, threads);
 }
 
 void require_gaps(Ints gaps) {
@@ -61,7 +61,7 @@ void require_gaps(Ints gaps) {
 
 void bind_sparse(nb::module_& m) {
     m.def("select", select_entries, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
-          nb::arg("decay"), nb::arg("wanted").none(), nb::arg("low"), nb::arg("one_sign"));
+          nb::arg("decay"), nb::arg("wanted").none(), nb::arg("low"), nb::arg("one_sign"), nb::arg("threads"));
     m.def("sum_magnitudes", [](Floats values) {
         nb::gil_scoped_release release;
         return sum_magnitudes(values.data(), values.size());

@@ -2,12 +2,14 @@
 #include "sparse.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <vector>
 
 #include "quantize.h"
+#include "threads.h"
 
 namespace gradwire {
 namespace {
@@ -114,6 +116,52 @@ size_t gather(const Stream& s, float decay, bool two_sided, Candidates* sides) {
     return s.count;
 }
 
+// The candidates of one part behind those of the parts before it.
+void append_part(Candidates& c, size_t start, const Candidates& part) {
+    c.position.reserve(c.count, c.count + part.count);
+    c.value.reserve(c.count, c.count + part.count);
+    for (size_t i = 0; i < part.count; i++) c.position.data()[c.count + i] = part.position.data()[i] + int64_t(start);
+    if (part.count) std::memcpy(c.value.data() + c.count, part.value.data(), part.count * sizeof(float));
+    c.count += part.count;
+    c.least_kept = std::min(c.least_kept, part.least_kept);
+}
+
+// The same pass by several threads. What is among the largest of all entries is among the largest of its part, with
+// the lowest positions first in both; so nothing is missing from the lists of the parts, however they were pruned.
+size_t gather_on(int threads, const Stream& s, float decay, bool two_sided, Candidates* sides) {
+    const size_t useful = s.in_place() ? 1 : threads_for(s.count * s.entry_bytes(), threads);
+    if (useful == 1) return gather(s, decay, two_sided, sides);
+    const size_t blocks = (s.count + kScanBlock - 1) / kScanBlock, share = (blocks + 2 * useful - 1) / (2 * useful);
+    const size_t size = share * kScanBlock, parts = (s.count + size - 1) / size;
+    const auto length = [&](size_t i) { return std::min(size, s.count - i * size); };
+    static thread_local std::vector<std::array<Candidates, 2>> kept;
+    if (kept.size() < parts) kept.resize(parts);
+    auto* const lists = kept.data();  // those of this thread, for all others
+    std::vector<size_t> done(parts);
+    std::atomic<size_t> next{0};
+    on_threads(useful, [&] {
+        for (size_t i; (i = next++) < parts;) {
+            for (int k = 0; k < 2; k++) {
+                Candidates& list = lists[i][k];
+                list.count = 0;
+                list.wanted = sides[k].wanted;
+                list.low = sides[k].low;
+                list.least_kept = sides[k].least_kept;
+            }
+            done[i] = gather(s.part(i * size, length(i)), decay, two_sided, lists[i].data());
+        }
+    });
+    size_t all = 0;
+    for (size_t i = 0; i < parts && all == i * size; i++) {
+        all += done[i];
+        for (int k = 0; k <= int(two_sided); k++) append_part(sides[k], i * size, lists[i][k]);
+    }
+    for (auto& list : kept)
+        for (Candidates& c : list)
+            if (c.value.room() > kKept / parts) c = Candidates();
+    return all;
+}
+
 }  // namespace
 
 template <class T>
@@ -182,7 +230,8 @@ Candidates* scratch() {
     return sides;
 }
 
-size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides) {
+size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides,
+              int threads) {
     const int n = two_sided ? 2 : 1;
     for (int i = 0; i < n; i++) {
         sides[i].count = 0;
@@ -192,7 +241,7 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
     if (wanted != kAll && s.count >= kSmall && wanted <= s.count / 4) guess_all(s, decay, two_sided, sides);
     const uint32_t guessed[2] = {sides[0].low, sides[1].low};
     for (int i = 0; i < n; i++) sides[i].least_kept = sides[i].low;
-    size_t done = gather(s, decay, two_sided, sides);
+    size_t done = gather_on(threads, s, decay, two_sided, sides);
     if (done < s.count) return done;
     bool again = false;
     for (int i = 0; i < n; i++) again |= guessed[i] > low && sides[i].count < wanted;
@@ -204,7 +253,7 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
         const Stream written{s.memory_out, nullptr, nullptr, s.count, s.first};  // the memory may have been overwritten
         Stream unwritten = s;
         unwritten.memory_out = nullptr;
-        gather(s.memory_out ? written : unwritten, decay, two_sided, sides);
+        gather_on(threads, s.memory_out ? written : unwritten, decay, two_sided, sides);
     }
     for (int i = 0; i < n; i++) {
         sides[i].reserve_block();
@@ -246,22 +295,27 @@ double sum_magnitudes(const float* values, size_t n) {
     return sum;
 }
 
-void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride) {
+void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride,
+                   int threads) {
     constexpr size_t kBlock = 4096;  // zeroed and written while it is in the first-level cache
-    size_t i = 0;
-    for (size_t start = 0; start < n; start += kBlock) {
-        const size_t end = std::min(n, start + kBlock);
-        std::memset(out + start, 0, (end - start) * sizeof(float));
-        for (; i < count && size_t(positions[i]) < end; i++) out[positions[i]] = values[i * stride];
-    }
+    in_aligned_blocks(n, sizeof(float), threads, [&](size_t first, size_t last) {
+        size_t i = size_t(std::lower_bound(positions, positions + count, int64_t(first)) - positions);
+        for (size_t start = first; start < last; start += kBlock) {
+            const size_t end = std::min(last, start + kBlock);
+            std::memset(out + start, 0, (end - start) * sizeof(float));
+            for (; i < count && size_t(positions[i]) < end; i++) out[positions[i]] = values[i * stride];
+        }
+    });
 }
 
-void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride) {
-    constexpr size_t kAhead = 32;
-    for (size_t i = 0; i < count; i++) {
-        if (i + kAhead < count) __builtin_prefetch(out + positions[i + kAhead], 1);
-        out[positions[i]] += values[i * stride];
-    }
+void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads) {
+    constexpr size_t kAhead = 32, kMiss = 64;  // each is a cache line: have many of them under way
+    in_blocks(count, kMiss, threads, [&](size_t first, size_t last) {
+        for (size_t i = first; i < last; i++) {
+            if (i + kAhead < last) __builtin_prefetch(out + positions[i + kAhead], 1);
+            out[positions[i]] += values[i * stride];
+        }
+    });
 }
 
 }  // namespace gradwire

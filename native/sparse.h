@@ -77,14 +77,17 @@ scratch();  // two of this thread's, whose memory is kept: fresh pages cost more
 
 // The `wanted` largest magnitudes (kAll: all) from `low` on, of all entries (sides[0]), or of the positive (sides[0])
 // and the negative ones (sides[1]). Returns how many entries were written to memory_out: all of them, or those
-// before a NaN or an infinity.
-size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides);
+// before a NaN or an infinity; on several threads others may have been written behind it, unless memory is updated in
+// place, which one thread does.
+size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides,
+              int threads);
 
 double sum_magnitudes(const float* values, size_t n);  // eight partial sums, always the same ones
 
 // out[position] = value and zeros elsewhere, or out[position] += value; `stride` 0: one value for all.
-void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride);
-void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride);
+void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride,
+                   int threads);
+void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads);
 
 // ── gaps: docs/wire-format.md, codec 5 ──
 constexpr int kMaxGapBits = 48;

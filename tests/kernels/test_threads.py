@@ -80,7 +80,9 @@ def test_frames(spec: str, count: int, memory: str) -> None:
         assert bits(again) == bits(total), threads
 
 
-@for_each("spec", [*LEVEL_SPECS, "qsgd", "terngrad", "none", "co3:coder=raw", "co3:coder=huffman"])
+@for_each(
+    "spec", [*LEVEL_SPECS, "qsgd", "terngrad", "sbc", "topk:p=0.2", "stc", "none", "co3:coder=raw", "co3:coder=huffman"]
+)
 def test_frames_of_other_recipes(spec: str) -> None:
     grad, before = gradient(1_400_003), gradient(1_400_003, 1)
     torch.set_num_threads(1)
@@ -205,6 +207,44 @@ def test_symbols(count, chunks, lane_bits, precision, damage):
         wrong[int(damage * count)] = 11
         with pytest.raises(ValueError, match="symbol out of range"):
             native.rans_encode(wrong, size, table, precision, 1 << lane_bits, out)
+
+
+# ── sparse ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@FEW
+@given(
+    count=st.integers(1_000_000, 1_300_000), wanted=st.sampled_from([None, 1, 999, 12_000, 200_000, 800_000]),
+    low=st.sampled_from([1, 0x3C23D70A]), one_sign=st.booleans(), memory=st.sampled_from(["none", "other", "same"]),
+    kind=st.sampled_from(["plain", "ties", "rising", "few"]),
+    bad=st.lists(st.floats(0, 1, exclude_max=True), max_size=2),
+    name=st.sampled_from(SETS),
+)  # fmt: skip
+def test_selection(count, wanted, low, one_sign, memory, kind, bad, name):
+    """The same entries, among equals too, whatever part of the tensor they are in."""
+    native.use(name)
+    grad, before = gradient(count), gradient(count, 1) if memory != "none" else None
+    if kind == "ties":
+        grad = (grad * 20).round() / 20
+        before = None if before is None else torch.zeros(count)
+    elif kind == "rising":
+        grad = grad * torch.linspace(0, 50, count)
+    elif kind == "few":
+        grad[grad.abs() < 3 * grad.std()] = 0
+    for place in bad:
+        grad[int(place * count)] = math.nan
+    results = []
+    for _ in each_number([1, *SEVERAL]):
+        source = None if before is None else before.clone()
+        after = source if memory == "same" else torch.zeros(count)
+        done, positions, values = native.select(grad, source, after, 0.9, wanted, low, one_sign)
+        after = after if memory == "same" else after[:done]
+        out, total = torch.full((count,), 7.0), torch.ones(count)
+        native.scatter(out, positions, values, False)
+        native.scatter(total, positions, values, True)
+        results.append((done, *map(bits, (positions, values, after, out, total))))
+    assert all(r == results[0] for r in results), [r[0] for r in results]
+    assert results[0][0] < count if bad else results[0][0] == count
 
 
 # ── passes ────────────────────────────────────────────────────────────────────────────────────────

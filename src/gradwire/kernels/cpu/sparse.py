@@ -1,4 +1,7 @@
-"""Sparse codecs: which entries are sent, and entries put back in their places, by the native module."""
+"""Sparse codecs: which entries are sent, and entries put back in their places, by the native module.
+
+Passes over whole tensors run on all threads that torch has, if there is enough to do for them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ def select(
 ) -> Selection:  # fmt: skip
     """Select in two passes: a histogram of magnitudes, then the entries."""
     done, positions, values = _native.select(
-        as_array(gradient), as_array(memory), as_array(memory_out), decay, count, max(1, low), one_sign
-    )
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, count, max(1, low), one_sign,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return done, torch.from_numpy(positions), torch.from_numpy(values)
 
 
@@ -33,4 +37,4 @@ def mean_magnitude(values: torch.Tensor) -> float:
 @where(flat_fp32)
 def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
     """Write or add values at ascending positions."""
-    _native.scatter(as_array(out), as_array(positions), as_array(values), accumulate)
+    _native.scatter(as_array(out), as_array(positions), as_array(values), accumulate, torch.get_num_threads())
