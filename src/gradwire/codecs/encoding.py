@@ -132,7 +132,8 @@ class Codec:
         length = self.converter.encode(conversion, out[start:])
         exact = headers.header_length(shape, length)
         if exact != start:
-            out[exact : exact + length] = out[start : start + length].clone()
+            frame = out.numpy()  # which moves bytes without torch's threads, and minds that both places overlap
+            frame[exact : exact + length] = frame[start : start + length]
         flags = headers.SEGMENTED if conversion.segments and self.converter.lists_segments else 0
         return headers.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
 
