@@ -147,7 +147,7 @@ bool decode_chunks(const RansTable& table, const std::vector<Chunk>& chunks, con
                 // The last ones one by one, so that all threads end together.
                 const size_t left = chunks.size() - next;
                 first = next;
-                next += n = left < kTogether * threads ? std::min<size_t>(left, 1) : kTogether;
+                next += n = left > threads ? std::min(left, kTogether) : std::min<size_t>(left, 1);
             }
             if (!n) return;
             if (!kernels().rans_decode(table, chunks.data() + first, n, cut.lanes, sink)) good = false;
