@@ -23,17 +23,23 @@ inline size_t threads_for(size_t bytes, int threads) {
     return threads > 1 && useful > 1 ? std::min(useful, size_t(threads)) : 1;
 }
 
-// work() on so many threads, of which this is one; returns when all are through.
+// Threads that have ended when it ends, however that is: a thread that nobody joins would end the whole process.
+struct JoiningThreads : std::vector<std::thread> {
+    ~JoiningThreads() {
+        for (std::thread& each : *this) each.join();
+    }
+};
+
+// work() on so many threads, of which this is one; returns when all are through. On the others work must not throw.
 template <class Work>
 void on_threads(size_t threads, const Work& work) {
-    std::vector<std::thread> started;
+    JoiningThreads started;
     started.reserve(threads - 1);
     try {
         while (started.size() + 1 < threads) started.emplace_back(std::cref(work));
     } catch (const std::system_error&) {  // no more threads: those that are there do it
     }
     work();
-    for (std::thread& each : started) each.join();
 }
 
 // work(first, last) over [0, count), in blocks; `bytes` is what one of them reads.
