@@ -153,18 +153,20 @@ class DDPHandle(Handle):
             super().detach()
 
 
-def _check_free(model: DistributedDataParallel) -> None:
-    """Raise GradwireError if the model has a communication hook: DDP takes one, for life."""
-    if getattr(model, "mixed_precision", None) is not None:
+def _new_slot(model: DistributedDataParallel) -> _Slot:
+    """Give the model our hook; GradwireError if it has another one, since DDP takes one for life."""
+    slot = _Slot(model.process_group)
+    try:
+        model.register_comm_hook(slot, _slot_hook)
+    except RuntimeError as error:
+        hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
+        named = f" ({hooks[0]})" if hooks else ""
         raise GradwireError(
-            "DistributedDataParallel(mixed_precision=…) uses the only hook that a model can have: use torch.autocast"
-        )
-    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
-    if hooks:
-        raise GradwireError(
-            f"the model has a communication hook already ({hooks[0]}), and DDP takes one for life: wrap the model anew "
-            f"in DistributedDataParallel, without register_comm_hook"
-        )
+            f"the model has a communication hook already{named}, and DDP takes one for life: wrap the model anew in "
+            f"DistributedDataParallel, without register_comm_hook or mixed_precision="
+        ) from error
+    object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
+    return slot
 
 
 def attach(
@@ -200,8 +202,6 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
     slot = getattr(model, "_gradwire_slot", None)
-    if slot is None:
-        _check_free(model)
     before = slot.state if slot else None
     if before:
         before.close()  # the next one may take over the same optimizer's momentum
@@ -217,9 +217,11 @@ def attach(
             before.open()
         raise
     if slot is None:
-        slot = _Slot(model.process_group)
-        model.register_comm_hook(slot, _slot_hook)
-        object.__setattr__(model, "_gradwire_slot", slot)  # not a parameter, not a module
+        try:
+            slot = _new_slot(model)
+        except BaseException:
+            state.disconnect()
+            raise
     slot.use(state)
     if before:
         before.disconnect()
