@@ -2,6 +2,7 @@
 // before, between and after those that encode and average. A message is block = prefix, note, frames; its prefix and
 // note are written and read on the device, and what went wrong is settled by everybody in the same way.
 #include "arrivals.h"
+#include "presence.h"
 
 const int kTile = 8192;
 const int kPrefix = 16;  // length of what follows it, step and fingerprint: transport/message_prefix.py
@@ -13,14 +14,7 @@ enum { ALL_TENSORS = 0, WAITS = 2, NOT_FINITE = 3 };  // notes; 1 is not for mes
 // of 256 threads for each tensor.
 extern "C" __global__ void find_absent(Job* job) {
     Tensor& t = job->tensors[blockIdx.x];
-    int any = 0;
-    for (i64 base = 0; base < t.count; base += 4096) {
-        for (i64 i = base + threadIdx.x; i < base + 4096 && i < t.count; i += 256)
-            any |= t.dtype == FP32 ? (static_cast<const u32*>(t.gradient)[i] & 0x7fffffffu) != 0
-                                   : (static_cast<const u16*>(t.gradient)[i] & 0x7fffu) != 0;
-        any = __syncthreads_or(any);
-        if (any) return;
-    }
+    if (has_nonzero(t.gradient, t.count, t.dtype == FP32)) return;
     if (!threadIdx.x) t.decay = 0;
 }
 
