@@ -6,7 +6,6 @@ without the optimizer, and does not save their state.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import ddp
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.errors import GradwireError
-
-ALONE = "there is one process, and nobody to send gradients to: Compress does nothing"
+from gradwire.integrations.one_process import is_alone
 
 
 class Compress(pl.Callback):
@@ -34,8 +32,7 @@ class Compress(pl.Callback):
         """Attach to the model: the optimizer's state has been restored by now, and the first batch is still to come."""
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
-            if trainer.world_size == 1:
-                warnings.warn(ALONE, stacklevel=2)
+            if is_alone(trainer.world_size):
                 return
             raise GradwireError(
                 f'Compress needs the strategy "ddp" and has {type(trainer.strategy).__name__}: '

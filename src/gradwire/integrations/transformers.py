@@ -19,9 +19,9 @@ from gradwire import ddp
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.checkpoints.run_file import write_whole
 from gradwire.errors import GradwireError
+from gradwire.integrations.one_process import is_alone
 
 FILE = "gradwire.pt"  # in the Trainer's checkpoint folders
-ALONE = "there is one process, and nobody to send gradients to: Compress does nothing"
 
 
 class Compress(TrainerCallback):
@@ -41,8 +41,7 @@ class Compress(TrainerCallback):
         """Attach to the model, and restore the error memories if training is resumed."""
         model = self.trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
-            if args.world_size == 1:
-                warnings.warn(ALONE, stacklevel=2)
+            if is_alone(args.world_size):
                 return
             raise GradwireError(
                 f"Compress needs DistributedDataParallel, and the Trainer has {type(model).__name__}: "
