@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from gradwire.gpu.encoder import MessageEncoder
 from gradwire.models import histogram
 from gradwire.models.integer_frequencies import normalize
 from gradwire.small_float_formats import PRESETS, Format
-from support.cuda_on_cpu import cuda_on_cpu
 from support.device_frames import HOST, TensorTask, arrived, encode, frame_task, heavy, kernels_of, steps_of
 
 TEST_KERNELS = r"""
@@ -44,10 +42,7 @@ extern "C" __global__ void checksums(const u8* bytes, const i64* ranges, u32* ou
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> Iterator[None]:
-    with cuda_on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 @pytest.fixture(scope="module")

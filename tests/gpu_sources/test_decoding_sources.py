@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from gradwire.frame import headers
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder
 from gradwire.gpu.families import TensorTask
-from support.cuda_on_cpu import cuda_on_cpu
 from support.device_frames import HOST, arrived, encode, encode_on_host, frame_task, heavy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -25,10 +24,7 @@ GROUPS = [[9001], [300, 21, 5, 4001], [40], [12_001], [2, 1, 8192]]  # tensors o
 Present = Sequence[Sequence[bool]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> Iterator[None]:
-    with cuda_on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder, can_encode, family_of
 from gradwire.gpu.families import FrameTask, TensorTask
 from gradwire.gpu.structures import NONFINITE, STATUS
-from support.cuda_on_cpu import cuda_on_cpu
 
 HOST = torch.device("cpu")
 SEED, DECAY = 0x1234_5678_9ABC, 0.75
@@ -29,10 +28,7 @@ SIZES = [1, 2, 31, 33, 512, 4095, 8193, 20003]
 Make = Callable[[int], torch.Tensor]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> Iterator[None]:
-    with cuda_on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 def heavy(count: int) -> torch.Tensor:

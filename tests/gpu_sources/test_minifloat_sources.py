@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from gradwire.gpu.families import FrameTask, TensorTask
 from gradwire.gpu.presence import NonzeroFinder
 from gradwire.gpu.structures import NONFINITE, STATUS
 from gradwire.kernels.reference.quantize import to_symbols
-from support.cuda_on_cpu import cuda_on_cpu
 from support.device_frames import (
     HOST,
     Make,
@@ -33,10 +32,7 @@ SPECS = ["co3", "co3:format=fp8", "co3:format=e4m3"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> Iterator[None]:
-    with cuda_on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.aggregate.transport import message_prefix
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.errors import AggregateError, GradwireError
 from gradwire.gpu import Outcome
+from gradwire.gpu import unattended as gpu_unattended
 from support.counted_launches import on_device
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, digest, gathered, loss_of
@@ -273,6 +275,10 @@ SCENARIOS |= {spec: partial(same_as_attended, spec=spec) for spec in SPECS}
 
 
 QUICK = {*SCENARIOS} - {"ecq", "topk:p=0.1", "stc:p=0.1,mask=off", "signsgd:decay=0.9", "what_is_unusual_is_waited_for"}
+
+
+def test_prefixes_are_as_long_as_those_of_the_transport() -> None:
+    assert gpu_unattended.PREFIX == message_prefix.PREFIX
 
 
 @pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
