@@ -76,7 +76,7 @@ class Outcome:
 class UnattendedMessages:
     """Encodes and averages messages of one device without waiting, on the current stream of the calling thread.
 
-    Each key has buffers of its own, so that a message may be under way for every key. The report of an exchange has to
+    Each key has buffers of its own, so that a message may be under way for every key. The outcome of an exchange has to
     be waited for before the next one with the same key.
     """
 

@@ -76,7 +76,7 @@ class _UnderWay:
     key: Hashable
     subject: Subject
     work: Work | None  # the collective, if there are other ranks
-    report: Outcome
+    outcome: Outcome
 
 
 class UnattendedExchange:
@@ -131,8 +131,8 @@ class UnattendedExchange:
             except RuntimeError as error:
                 raise self.link.diagnose(error) from error
         blocks = [gathered[rank * room : (rank + 1) * room] for rank in range(world)]
-        report = coder.average_unattended(message, blocks)
-        self._under_way.append(_UnderWay(key, subject, work, report))
+        outcome = coder.average_unattended(message, blocks)
+        self._under_way.append(_UnderWay(key, subject, work, outcome))
         self.messages.tensors.note_sent(part.name for plan in plans for part in plan.parts)
 
     def _room_for(self, key: Hashable, room: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,20 +159,20 @@ class UnattendedExchange:
         for exchange in under_way:
             if exchange.work is not None:
                 self._wait_for(exchange.work)
-            exchange.report.wait()
-            prefixes = exchange.report.prefixes
+            exchange.outcome.wait()
+            prefixes = exchange.outcome.prefixes
             for rank, prefix in enumerate(prefixes):
                 exchange.subject.check(rank, prefix)
-            coder.ledger.note_finite(exchange.report.finite)
+            coder.ledger.note_finite(exchange.outcome.finite)
             lengths = [length_of(prefix) - PREFIX for prefix in prefixes]
             coder.ledger.count_frame_bytes(lengths[self.link.rank])
-            agreed, needed = self._agreed[exchange.key], max(exchange.report.needed)
-            self._waited[exchange.key] = exchange.report.waited
-            if not exchange.report.waited:
+            agreed, needed = self._agreed[exchange.key], max(exchange.outcome.needed)
+            self._waited[exchange.key] = exchange.outcome.waited
+            if not exchange.outcome.waited:
                 agreed.next_is(PREFIX + max(lengths))
             elif needed:
                 agreed.next_is(PREFIX + 1 + needed)
-            elif exchange.report.finite:
+            elif exchange.outcome.finite:
                 agreed.attend()
 
     def _wait_for(self, work: Work) -> None:

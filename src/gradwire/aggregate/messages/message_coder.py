@@ -111,10 +111,8 @@ class MessageCoder:
     ) -> tuple[torch.Tensor, int] | None:  # fmt: skip
         """Return what `_encode_block` does, made on the GPU; None if that is left to the host."""
         with self.ledger.encoding():
-            if values_of == self.corrected and not self._corrects:
-                values = self.known.fact("entries", plans, _entries)
-            elif values_of == self.corrected:
-                values = self._all_corrected(plans)
+            if values_of == self.corrected:
+                values = self._values(plans)
             else:
                 values = [[values_of(part).contiguous() for part in plan.parts] for plan in plans]
             slots = [_slots(plan, errors) for plan in plans]
@@ -140,6 +138,10 @@ class MessageCoder:
                 for part, tensor, slot in zip(plan.parts, tensors, memory, strict=True)
             ]
         )
+
+    def _values(self, plans: Sequence[FramePlan]) -> Sequence[Sequence[torch.Tensor]]:
+        """Return what is sent of all parts, beside the error memory."""
+        return self._all_corrected(plans) if self._corrects else self.known.fact("entries", plans, _entries)
 
     def _all_corrected(self, plans: Sequence[FramePlan]) -> list[list[torch.Tensor]]:
         """Return what `corrected` does of all parts, with a launch for all velocities together."""
@@ -189,7 +191,7 @@ class MessageCoder:
         With `everything` memories of tensors without a gradient are sent, too.
         """
         with self.ledger.encoding():
-            values = self._all_corrected(plans) if self._corrects else self.known.fact("entries", plans, _entries)
+            values = self._values(plans)
             slots = [_slots(plan, self.memories.errors) for plan in plans]
             seeds = [self._seed(plan) for plan in plans]
             encoded = self._on_device.encode_unattended(key, plans, values, slots, seeds, block, stamp, everything)
@@ -201,11 +203,11 @@ class MessageCoder:
     def average_unattended(self, message: UnattendedMessage, blocks: Sequence[torch.Tensor]) -> Outcome:
         """Begin to replace the tensors by the mean of the messages in the blocks of all ranks; one is this rank's."""
         with self.ledger.decoding():
-            report = self._on_device.average_unattended(
+            outcome = self._on_device.average_unattended(
                 message.key, message.encoded, message.plans, blocks, message.stamp
             )
             self._note_sent(message.plans, message.values, message.slots)  # nothing, if the message waits
-        return report
+        return outcome
 
     def which_are_zero(self, parts: Sequence[TensorPart]) -> list[bool]:
         """Return for each part whether it is zero everywhere; of parts on a GPU by one look at all of them."""
