@@ -35,21 +35,23 @@ Aggregator::Aggregator(const std::string& ip, uint16_t port) {
     socket_.set_buffers(kReceiveBuffer, kSendBuffer);
 }
 
-void Aggregator::open(uint32_t number, const SipKey& key, std::vector<sockaddr_in> workers, uint32_t slots) {
+void Aggregator::open(uint32_t number, const SipKey& key, std::vector<Peer> workers, uint32_t slots) {
     size_t world = workers.size();
     if (world < 1 || world > kMostWorkers) throw std::invalid_argument("a session has 1 to 64 workers");
     if (slots < 1 || slots > 65536) throw std::invalid_argument("a session has 1 to 65536 slots");
     if (sessions_.count(number)) throw std::invalid_argument("there is a session of this number");
     uint64_t everyone = world == 64 ? ~uint64_t(0) : (uint64_t(1) << world) - 1;
-    sessions_[number].reset(new ServedSession{number,
-                                              key,
-                                              std::move(workers),
-                                              everyone,
-                                              slots,
-                                              {make_banks(slots), [](Bank* banks) { std::free(banks); }},
-                                              std::vector<double>(world, seconds_now()),
-                                              {},
-                                              {}});
+    // Made before it gets its place: where memory is short, there must not be a place without a session.
+    std::unique_ptr<ServedSession> made(new ServedSession{number,
+                                                          key,
+                                                          std::move(workers),
+                                                          everyone,
+                                                          slots,
+                                                          {make_banks(slots), [](Bank* banks) { std::free(banks); }},
+                                                          std::vector<double>(world, seconds_now()),
+                                                          {},
+                                                          {}});
+    sessions_[number] = std::move(made);
 }
 
 void Aggregator::close(uint32_t number) {
@@ -66,13 +68,16 @@ std::vector<double> Aggregator::silences(uint32_t number) const {
     return seconds;
 }
 
-void Aggregator::send(const std::string& datagram, const sockaddr_in& to) {
-    if (socket_.send_one(datagram.data(), datagram.size(), &to)) counters_.bytes_out += datagram.size() + kIpAndUdp;
+void Aggregator::send(const std::string& datagram, const Peer& to) {
+    if (socket_.send_one(datagram.data(), datagram.size(), &to))
+        counters_.bytes_out += datagram.size() + to.address.header_bytes();
 }
 
 // Serves data until the time is over, or a packet is there for the control plane.
 std::vector<Aggregator::Control> Aggregator::poll(double seconds) {
     control_.clear();
+    candidates_.clear();  // they are empty, unless memory was short in the middle of the last call
+    touched_.clear();
     strangers_ = 0;
     double until = seconds_now() + seconds;
     for (double now = until - seconds; control_.empty(); now = seconds_now()) {
@@ -95,13 +100,13 @@ void Aggregator::sort_out(const Arrival& arrival) {
     do {
         size_t bytes = std::min(arrival.segment, arrival.bytes - at);
         counters_.packets++;
-        counters_.bytes_in += bytes + kIpAndUdp;
+        counters_.bytes_in += bytes + arrival.from.address.header_bytes();
         consider(arrival.data + at, bytes, arrival.from);
         at += std::max<size_t>(bytes, 1);
     } while (at < arrival.bytes);
 }
 
-void Aggregator::consider(const uint8_t* packet, size_t bytes, const sockaddr_in& from) {
+void Aggregator::consider(const uint8_t* packet, size_t bytes, const Peer& from) {
     if (bytes < kHeaderBytes || bytes > kPacketBytes) return void(counters_.malformed++);
     Header header = read_header(packet);
     if (!is_ours(header) || !reserved_is_zero(header)) return void(counters_.malformed++);
@@ -119,7 +124,7 @@ void Aggregator::consider(const uint8_t* packet, size_t bytes, const sockaddr_in
             counters_.unknown++;
             if (strangers_ < kMostStrangers && control_.size() < kMostControl) {
                 strangers_++;
-                control_.emplace_back(std::string(reinterpret_cast<const char*>(packet), kHeaderBytes), from);
+                control_.emplace_back(std::string(reinterpret_cast<const char*>(packet), bytes), from);
             }
             return;
         }
@@ -200,8 +205,12 @@ void Aggregator::send_results(ServedSession& s) {
         for (size_t i = 0; i < packets; i++) pieces[i] = {s.complete[at + i]->packet(), kPacketBytes};
         for (size_t w = 0; w < world; w++) trains[w] = {pieces, packets, 1, &s.workers[w]};
         size_t sent = socket_.send(trains, world, kPatience);
-        counters_.bytes_out += sent * (kPacketBytes + kIpAndUdp);
         counters_.dropped += world * packets - sent;
+        for (size_t w = 0; w < world; w++) {  // what was not sent are the last ones
+            size_t to_worker = std::min(sent, packets);
+            counters_.bytes_out += to_worker * (kPacketBytes + s.workers[w].address.header_bytes());
+            sent -= to_worker;
+        }
     }
     counters_.results += count;
 }
@@ -217,7 +226,7 @@ void Aggregator::send_again(ServedSession& s) {
         Train train{pieces, packets, 1, &s.workers[worker]};
         size_t sent = socket_.send(&train, 1, kPatience);
         counters_.resent += sent;
-        counters_.bytes_out += sent * (kPacketBytes + kIpAndUdp);
+        counters_.bytes_out += sent * (kPacketBytes + s.workers[worker].address.header_bytes());
     }
 }
 

@@ -32,7 +32,7 @@ static_assert(sizeof(Bank) % 64 == 0 && offsetof(Bank, words) == 64, "sums are a
 struct ServedSession {
     uint32_t number;
     SipKey key;
-    std::vector<sockaddr_in> workers;
+    std::vector<Peer> workers;
     uint64_t everyone;
     uint32_t slots;
     std::unique_ptr<Bank[], void (*)(Bank*)> banks;  // of slot s: 2s and 2s + 1
@@ -48,17 +48,18 @@ struct Counters {
 
 class Aggregator {
   public:
-    using Control = std::pair<std::string, sockaddr_in>;
+    using Control = std::pair<std::string, Peer>;
 
     Aggregator(const std::string& ip, uint16_t port);
-    void open(uint32_t number, const SipKey& key, std::vector<sockaddr_in> workers, uint32_t slots);
+    void open(uint32_t number, const SipKey& key, std::vector<Peer> workers, uint32_t slots);
     void close(uint32_t number);
     std::vector<Control> poll(double seconds);
-    void send(const std::string& datagram, const sockaddr_in& to);
+    void send(const std::string& datagram, const Peer& to);
     std::vector<double> silences(uint32_t number) const;  // seconds since each worker's last packet
     const Counters& counters() const { return counters_; }
     int receive_buffer() const { return socket_.receive_buffer(); }
-    sockaddr_in address() const { return socket_.own_address(); }
+    SocketAddress address() const { return socket_.own_address(); }
+    int family() const { return socket_.family(); }
 
   private:
     struct Candidate {
@@ -67,7 +68,7 @@ class Aggregator {
         const uint8_t* words;
     };
     void sort_out(const Arrival& arrival);
-    void consider(const uint8_t* packet, size_t bytes, const sockaddr_in& from);
+    void consider(const uint8_t* packet, size_t bytes, const Peer& from);
     void verify_and_apply(double now);
     void apply(const Candidate& packet);
     void flush();

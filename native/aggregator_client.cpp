@@ -11,17 +11,20 @@ constexpr int kReceiveBuffer = 16 << 20;
 constexpr int kSendBuffer = 1 << 20;  // small: a link that is full makes us wait, and queues on the way stay short
 constexpr double kBufferOfPacket = 2816;  // bytes of a receive buffer that one takes, about
 constexpr double kAskEvery = 0.25;
+constexpr int kUnanswered = 3;  // so many ASKs without an answer: nobody is there
 constexpr double kFarewell = 2;  // seconds in which results of a worker that has left may still be got
 
 }  // namespace
 
 AggregatorClient::AggregatorClient(const std::string& ip, uint16_t port, const SipKey& shared) : shared_(shared) {
-    socket_.connect(make_address(ip, port));
+    SocketAddress address = make_address(ip, port);
+    socket_.connect(address);
+    header_bytes_ = address.header_bytes();
     socket_.set_buffers(kReceiveBuffer, kSendBuffer);
 }
 
 void AggregatorClient::send(const std::string& datagram) {
-    if (socket_.send_one(datagram.data(), datagram.size(), nullptr)) bytes_sent += datagram.size() + kIpAndUdp;
+    if (socket_.send_one(datagram.data(), datagram.size(), nullptr)) bytes_sent += datagram.size() + header_bytes_;
 }
 
 std::vector<std::string> AggregatorClient::receive(double seconds) {
@@ -31,7 +34,7 @@ std::vector<std::string> AggregatorClient::receive(double seconds) {
     for (const Arrival& a : socket_.receive(&refused_))
         for (size_t at = 0; at < a.bytes; at += a.segment) {
             size_t bytes = std::min(a.segment, a.bytes - at);
-            bytes_received += bytes + kIpAndUdp;
+            bytes_received += bytes + header_bytes_;
             found.emplace_back(reinterpret_cast<const char*>(a.data + at), bytes);
         }
     return found;
@@ -80,7 +83,7 @@ size_t AggregatorClient::send_some(const uint64_t* packets, size_t count, const 
     for (size_t i = 0; i < count; i++) std::memcpy(headers_[i] + kCodedHeader, &codes[i], 8);
     Train train{pieces, count, 2, nullptr};
     size_t sent = socket_.send(&train, 1, 0);
-    bytes_sent += sent * (kPacketBytes + kIpAndUdp);
+    bytes_sent += sent * (kPacketBytes + header_bytes_);
     full_ = sent < count;
     return sent;
 }
@@ -118,7 +121,7 @@ void AggregatorClient::receive_all(const OperationWords* w, double now) {
         for (const Arrival& a : arrivals)
             for (size_t at = 0; at < a.bytes; at += a.segment) {
                 size_t bytes = std::min(a.segment, a.bytes - at);
-                bytes_received += bytes + kIpAndUdp;
+                bytes_received += bytes + header_bytes_;
                 consider(a.data + at, bytes, w);
             }
         if (w) settle(*w, now);
@@ -210,27 +213,28 @@ void AggregatorClient::on_silence(const OperationWords& w, double now) {
     send_again(again_, w);
 }
 
-void AggregatorClient::send_short(uint8_t kind) {
-    uint8_t packet[kHeaderBytes];
+void AggregatorClient::send_short(uint8_t kind, size_t zeros) {
+    uint8_t packet[kHeaderBytes + kAskBytes] = {};
+    size_t bytes = kHeaderBytes + zeros;
     Header h = make_header(kind, session_, 0, 0, worker_, 0);
     std::memcpy(packet, &h, sizeof h);
-    h.code = code_of(key_, packet, sizeof packet);
+    h.code = code_of(key_, packet, bytes);
     std::memcpy(packet, &h, sizeof h);
-    if (socket_.send_one(packet, sizeof packet, nullptr)) bytes_sent += sizeof packet + kIpAndUdp;
+    if (socket_.send_one(packet, bytes, nullptr)) bytes_sent += bytes + header_bytes_;
 }
 
 void AggregatorClient::ask() {
-    send_short(KIND_ASK);
+    send_short(KIND_ASK, kAskBytes);
     unanswered_++;
 }
 
-void AggregatorClient::leave() { send_short(KIND_LEAVE); }
+void AggregatorClient::leave() { send_short(KIND_LEAVE, 0); }
 
 double AggregatorClient::result_age() const { return first_result_ ? seconds_now() - progress_ : -1; }
 
 Outcome AggregatorClient::look_for_end() {
     receive_all(nullptr, 0);
-    return gone_ ? Outcome::gone : Outcome::done;
+    return gone_ ? Outcome::gone : unanswered_ >= kUnanswered ? Outcome::silent : Outcome::done;
 }
 
 Outcome AggregatorClient::run(const OperationWords& w, double timeout, double silence) {
@@ -250,7 +254,7 @@ Outcome AggregatorClient::run(const OperationWords& w, double timeout, double si
         if (gone_ && (left_ == PACKET_NOBODY || now - progress_ > kFarewell)) return Outcome::gone;
         if (stop_) return Outcome::stopped;
         if (now - progress_ > timeout) return Outcome::late;
-        if (now - valid_ > silence && unanswered_ >= 3) return Outcome::silent;
+        if (now - valid_ > silence && unanswered_ >= kUnanswered) return Outcome::silent;
         send_new(w, now);
         receive_all(&w, now);
         now = seconds_now();

@@ -39,7 +39,9 @@ class AggregatorClient {
     Outcome run(const OperationWords& words, double timeout, double silence);
     void ask();
     void leave();
-    Outcome look_for_end();  // reads what has come between operations: `gone` if the session has ended, else `done`
+    // Reads what has come between operations: `gone` if the session has ended, `silent` if the last three ASKs have had no
+    // answer, else `done`.
+    Outcome look_for_end();
     void stop() { stop_ = true; }
     bool stopped() const { return stop_; }
     double result_age() const;  // seconds since the last result of the last operation; -1 if there was none
@@ -71,9 +73,10 @@ class AggregatorClient {
     void control(const uint8_t* packet, size_t bytes, uint8_t kind);
     void repair_gaps(const OperationWords& words, double now);
     void on_silence(const OperationWords& words, double now);
-    void send_short(uint8_t kind);
+    void send_short(uint8_t kind, size_t zeros);
 
     Datagrams socket_;
+    size_t header_bytes_;  // of IP and UDP, beside each packet
     SipKey shared_, key_;
     uint32_t session_ = 0, slots_ = 1;
     uint16_t worker_ = 0;

@@ -98,37 +98,48 @@ std::vector<size_t> rans_encode(Bytes symbols, Ints frequencies, int precision, 
 }
 
 // Decodes chunks of `chunk` entries (the last may be shorter); `target` says where entry i goes.
+// Chunks are listed some thousands at a time: a hostile frame has one for every 64 entries, and what is listed of a
+// chunk takes as much memory as these.
+constexpr size_t kListedChunks = 4096;
+
 template <class TargetOf>
-bool rans_decode_all(Bytes body, const std::vector<size_t>& lengths, Ints frequencies, int precision, int lanes,
-                     size_t chunk, size_t count, int threads, Sink sink, TargetOf target) {
+bool rans_decode_all(Bytes body, Ints lengths, Ints frequencies, int precision, int lanes, size_t chunk, size_t count,
+                     int threads, Sink sink, TargetOf target) {
     auto table = make_table(frequencies, precision);
     require_lanes(lanes);
     require(chunk > 0 && count > 0, "empty");
     const Cut cut{count, std::min(chunk, count), lanes, threads, kSymbolBytes};
     require(lengths.size() == cut.chunks(), "wrong number of chunks");
     size_t total = 0;
-    for (size_t n : lengths) {
-        require(n <= body.size() - total, "chunks are longer than the body");
-        total += n;
+    for (size_t i = 0; i < lengths.size(); i++) {
+        const int64_t n = lengths.data()[i];
+        require(n >= 0 && uint64_t(n) <= body.size() - total, "chunks are longer than the body");
+        total += size_t(n);
     }
     require(total == body.size(), "chunks do not fill the body");
     nb::gil_scoped_release release;
     std::vector<Chunk> chunks;
+    chunks.reserve(std::min(lengths.size(), kListedChunks));
     const uint8_t* p = body.data();
-    for (size_t i = 0; i < lengths.size(); p += lengths[i++])
-        chunks.push_back({p, lengths[i], cut.entries(i), target(cut.start(i))});
-    return decode_chunks(*table, chunks, cut, sink);
+    for (size_t i = 0; i < lengths.size(); i++) {
+        chunks.push_back({p, size_t(lengths.data()[i]), cut.entries(i), target(cut.start(i))});
+        p += chunks.back().length;
+        if (chunks.size() < kListedChunks && i + 1 < lengths.size()) continue;
+        if (!decode_chunks(*table, chunks, cut, sink)) return false;
+        chunks.clear();
+    }
+    return true;
 }
 
-bool rans_decode(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
-                 BytesOut symbols, int threads) {
+bool rans_decode(Bytes body, Ints lengths, Ints frequencies, int precision, int lanes, size_t chunk, BytesOut symbols,
+                 int threads) {
     return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, symbols.size(), threads, Sink::symbols,
                            [&](size_t i) { return Target{symbols.data() + i, nullptr, nullptr, nullptr}; });
 }
 
 // The values of all symbols, stored in `out`, alone or added to those in `onto`, which may be the same.
-bool rans_dequantize(Bytes body, std::vector<size_t> lengths, Ints frequencies, int precision, int lanes, size_t chunk,
-                     Floats values, FloatsOut out, bool accumulate, Floats onto, int threads) {
+bool rans_dequantize(Bytes body, Ints lengths, Ints frequencies, int precision, int lanes, size_t chunk, Floats values,
+                     FloatsOut out, bool accumulate, Floats onto, int threads) {
     require(values.size() == frequencies.size(), "values do not fit the frequencies");
     require(onto.size() == out.size(), "there must be as many entries to add to");
     return rans_decode_all(body, lengths, frequencies, precision, lanes, chunk, out.size(), threads,
@@ -235,5 +246,6 @@ NB_MODULE(_native, m) {
     bind_homomorphic(m);
     bind_levels(m);
     bind_rows(m);
+    bind_sketch(m);
     bind_sparse(m);
 }

@@ -98,6 +98,7 @@ void bind_grid(nb::module_& m);
 void bind_levels(nb::module_& m);
 void bind_homomorphic(nb::module_& m);
 void bind_rows(nb::module_& m);
+void bind_sketch(nb::module_& m);
 void bind_sparse(nb::module_& m);
 
 }  // namespace gradwire

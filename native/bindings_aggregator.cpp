@@ -1,6 +1,8 @@
 // The aggregator and its client, for Python: both let go of the interpreter's lock while they work.
 #include "bindings.h"
 
+#include <nanobind/stl/tuple.h>
+
 #include "aggregator.h"
 #include "aggregator_client.h"
 #include "packets.h"
@@ -19,12 +21,18 @@ SipKey key_from(nb::bytes bytes) {
 namespace {
 
 using Address = std::pair<std::string, uint16_t>;
+using PeerText = std::tuple<std::string, uint16_t, std::string>;  // with the address of this host that it reaches
 using Ints32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints32Out = Written<int32_t>;
 
 std::string string_from(nb::bytes bytes) { return {bytes.c_str(), bytes.size()}; }
 nb::bytes bytes_from(const std::string& s) { return nb::bytes(s.data(), s.size()); }
-Address address_from(const sockaddr_in& a) { return {ip_of(a), ntohs(a.sin_port)}; }
+PeerText text_from(const Peer& peer) { return {ip_of(peer.address), peer.address.port(), text_of(peer.local)}; }
+
+Peer peer_from(const PeerText& text, int family) {
+    const auto& [ip, port, local] = text;
+    return {for_family(make_address(ip, port), family), local_from(local)};
+}
 
 nb::dict dict_from(const Counters& c) {
     nb::dict d;
@@ -56,10 +64,10 @@ void bind_engine(nb::module_& m) {
     nb::class_<Aggregator>(m, "Aggregator")
         .def(nb::init<const std::string&, uint16_t>())
         .def("open",
-             [](Aggregator& a, uint32_t number, nb::bytes key, const std::vector<Address>& workers, uint32_t slots) {
-        std::vector<sockaddr_in> addresses;
-        for (const auto& [ip, port] : workers) addresses.push_back(make_address(ip, port));
-        a.open(number, key_from(key), std::move(addresses), slots);
+             [](Aggregator& a, uint32_t number, nb::bytes key, const std::vector<PeerText>& workers, uint32_t slots) {
+        std::vector<Peer> peers;
+        for (const PeerText& text : workers) peers.push_back(peer_from(text, a.family()));
+        a.open(number, key_from(key), std::move(peers), slots);
     })
         .def("close", &Aggregator::close)
         .def("poll",
@@ -70,17 +78,16 @@ void bind_engine(nb::module_& m) {
             control = a.poll(seconds);
         }
         nb::list packets;
-        for (const auto& [packet, from] : control)
-            packets.append(nb::make_tuple(bytes_from(packet), address_from(from)));
+        for (const auto& [packet, from] : control) packets.append(nb::make_tuple(bytes_from(packet), text_from(from)));
         return packets;
     })
         .def("send", [](Aggregator& a, nb::bytes datagram,
-                        const Address& to) { a.send(string_from(datagram), make_address(to.first, to.second)); })
+                        const PeerText& to) { a.send(string_from(datagram), peer_from(to, a.family())); })
         .def("silences", &Aggregator::silences)
         .def("receive_buffer", &Aggregator::receive_buffer)
         .def("counters", [](const Aggregator& a) {
         return dict_from(a.counters());
-    }).def("address", [](const Aggregator& a) { return address_from(a.address()); });
+    }).def("address", [](const Aggregator& a) { return Address(ip_of(a.address()), a.address().port()); });
 }
 
 void bind_client(nb::module_& m) {

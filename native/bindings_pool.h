@@ -1,6 +1,8 @@
 // Arrays for results whose size is known only afterwards.
 #pragma once
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -11,7 +13,8 @@
 namespace gradwire {
 
 // Blocks of memory that are handed to numpy and come back: on a large tensor, fresh pages cost more than what is
-// written to them. A few are kept, none of them large.
+// written to them. A few are kept, none of them large. A fork waits until nobody has the pool, so that in the child it
+// is whole and free: the thread that had it would not be there.
 class Pool {
   public:
     struct Block {
@@ -37,6 +40,8 @@ class Pool {
         else
             delete[] block.data;
     }
+    void lock() { mutex_.lock(); }
+    void unlock() { mutex_.unlock(); }
 
   private:
     static constexpr size_t kSmallest = 1 << 16, kLargest = 1 << 24, kBlocks = 8;
@@ -45,7 +50,10 @@ class Pool {
 };
 
 inline Pool& pool() {
-    static Pool* one = new Pool;  // never destroyed: arrays may outlive everything else
+    static Pool* one = [] {
+        pthread_atfork([] { pool().lock(); }, [] { pool().unlock(); }, [] { pool().unlock(); });
+        return new Pool;  // never destroyed: arrays may outlive everything else
+    }();
     return *one;
 }
 

@@ -88,10 +88,11 @@ void bind_sparse(nb::module_& m) {
         nb::gil_scoped_release release;
         return golomb_encode(gaps.data(), gaps.size(), b, out.data());
     });
-    m.def("golomb_decode", [](Bytes data, int b, int64_t limit, IntsOut positions) {
+    m.def("golomb_positions", [](Bytes data, uint64_t at, int b, int64_t limit, int64_t before, IntsOut positions) {
         require(b >= 0 && b < kMaxGapBits && limit >= 0 && limit <= int64_t(1) << kMaxGapBits, "bad parameters");
+        require(at <= 8 * uint64_t(data.size()) && before >= -1 && before < std::max<int64_t>(limit, 0), "bad place");
         nb::gil_scoped_release release;
-        return golomb_decode(data.data(), data.size(), positions.size(), b, limit, positions.data());
+        return golomb_positions(data.data(), data.size(), at, positions.size(), b, limit, before, positions.data());
     });
     m.def("gap_counts", [](Ints gaps, int m, IntsOut counts) {
         require(m >= 0 && m <= 2 && counts.size() == 256, "bad parameters");
@@ -106,18 +107,17 @@ void bind_sparse(nb::module_& m) {
         nb::gil_scoped_release release;
         return gap_classes(gaps.data(), gaps.size(), m, classes.data(), low.data());
     });
-    m.def("gap_tails", [](Bytes classes, int m, Bytes data, IntsOut gaps) {
-        require(m >= 0 && m <= 2 && classes.size() == gaps.size(), "bad parameters");
+    m.def("class_positions",
+          [](Bytes classes, int m, Bytes data, uint64_t at, int64_t limit, int64_t before, IntsOut positions) {
+        require(m >= 0 && m <= 2 && classes.size() == positions.size(), "bad parameters");
+        require(limit >= 0 && limit <= int64_t(1) << kMaxGapBits, "bad limit");
+        require(at <= 8 * uint64_t(data.size()) && before >= -1 && before < std::max<int64_t>(limit, 0), "bad place");
         uint8_t largest = 0;
         for (size_t i = 0; i < classes.size(); i++) largest = std::max(largest, classes.data()[i]);
         require((largest >> m) <= kMaxGapBits, "class out of range");
         nb::gil_scoped_release release;
-        return gap_tails(classes.data(), classes.size(), m, data.data(), data.size(), gaps.data());
-    });
-    m.def("join_gaps", [](Ints gaps, int64_t limit, IntsOut positions) {
-        require(positions.size() == gaps.size() && limit <= int64_t(1) << kMaxGapBits, "bad parameters");
-        nb::gil_scoped_release release;
-        return join_gaps(gaps.data(), gaps.size(), limit, positions.data());
+        return class_positions(classes.data(), classes.size(), m, data.data(), data.size(), at, limit, before,
+                               positions.data());
     });
 }
 

@@ -2,7 +2,6 @@
 
 #ifdef __linux__
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/udp.h>
 #include <poll.h>
@@ -16,9 +15,6 @@
 
 #include "packets.h"
 
-#ifndef UDP_SEGMENT
-#define UDP_SEGMENT 103
-#endif
 #ifndef UDP_GRO
 #define UDP_GRO 104
 #endif
@@ -29,8 +25,8 @@ struct Datagrams::Room {
     std::unique_ptr<uint8_t[]> bytes{new uint8_t[kMessages * kMessageRoom]};
     mmsghdr messages[kMessages];
     iovec pieces[kMessages];
-    sockaddr_in from[kMessages];
-    alignas(cmsghdr) char control[kMessages][CMSG_SPACE(sizeof(int))];
+    SocketAddress from[kMessages];
+    alignas(cmsghdr) char control[kMessages][CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(in6_pktinfo))];
 };
 
 namespace {
@@ -40,6 +36,11 @@ constexpr int kTrainsAtOnce = kMostWorkers;
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(std::string(what) + ": " + std::strerror(errno)); }
 
 bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS; }
+
+bool is_cut(const msghdr& message) {  // by SendControl::cut, which comes first
+    auto* first = CMSG_FIRSTHDR(&message);
+    return first && first->cmsg_level == IPPROTO_UDP;
+}
 
 void set_one_buffer(int fd, int forced, int plain, int bytes) {
     if (setsockopt(fd, SOL_SOCKET, forced, &bytes, sizeof bytes))
@@ -54,37 +55,39 @@ double seconds_now() {
     return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
 }
 
-sockaddr_in make_address(const std::string& ip, uint16_t port) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(port);
-    if (inet_pton(AF_INET, ip.c_str(), &address.sin_addr) != 1)
-        throw std::invalid_argument("not an IPv4 address: " + ip);
-    return address;
+Datagrams::Datagrams() : room_(new Room) { arrivals_.reserve(kMessages); }
+
+Datagrams::~Datagrams() {
+    if (fd_ >= 0) close(fd_);
 }
 
-std::string ip_of(const sockaddr_in& address) {
-    char text[INET_ADDRSTRLEN];
-    return inet_ntop(AF_INET, &address.sin_addr, text, sizeof text) ? text : "";
-}
-
-Datagrams::Datagrams() : room_(new Room) {
-    fd_ = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+void Datagrams::open(int family) {
+    if (fd_ >= 0) throw std::runtime_error("this object has a socket already");
+    fd_ = socket(family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd_ < 0) fail("cannot make a UDP socket");
-    int on = 1, discover = IP_PMTUDISC_DONT;
+    family_ = family;
+    int on = 1, off = 0, discover = IP_PMTUDISC_DONT;
     setsockopt(fd_, IPPROTO_UDP, UDP_GRO, &on, sizeof on);
     setsockopt(fd_, IPPROTO_IP, IP_MTU_DISCOVER, &discover, sizeof discover);  // rather in fragments than not at all
-    arrivals_.reserve(kMessages);
+    if (family != AF_INET6) return;
+    discover = IPV6_PMTUDISC_DONT;
+    setsockopt(fd_, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &discover, sizeof discover);
+    setsockopt(fd_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);  // whatever this system's default is
 }
 
-Datagrams::~Datagrams() { close(fd_); }
-
-void Datagrams::bind(const sockaddr_in& address) {
-    if (::bind(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address)) fail("cannot bind");
+void Datagrams::bind(const SocketAddress& address) {
+    open(address.family());
+    int on = 1;
+    bool v6 = family_ == AF_INET6;
+    if (address.is_wildcard() &&
+        setsockopt(fd_, v6 ? IPPROTO_IPV6 : IPPROTO_IP, v6 ? IPV6_RECVPKTINFO : IP_PKTINFO, &on, sizeof on))
+        fail("cannot ask for the addresses that packets come to");
+    if (::bind(fd_, &address.any, address.length())) fail("cannot bind");
 }
 
-void Datagrams::connect(const sockaddr_in& address) {
-    if (::connect(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address)) fail("cannot connect");
+void Datagrams::connect(const SocketAddress& address) {
+    open(address.family());
+    if (::connect(fd_, &address.any, address.length())) fail("cannot connect");
 }
 
 void Datagrams::set_buffers(int receive, int send) {
@@ -99,10 +102,10 @@ int Datagrams::receive_buffer() const {
     return bytes;
 }
 
-sockaddr_in Datagrams::own_address() const {
-    sockaddr_in address{};
+SocketAddress Datagrams::own_address() const {
+    SocketAddress address;
     socklen_t length = sizeof address;
-    if (getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length)) fail("the socket has no address");
+    if (getsockname(fd_, &address.any, &length)) fail("the socket has no address");
     return address;
 }
 
@@ -111,17 +114,31 @@ bool Datagrams::wait(double seconds, bool for_room) const {
     return poll(&p, 1, int(std::ceil(std::fmax(0, std::fmin(seconds, 60)) * 1000))) > 0;
 }
 
-bool Datagrams::send_one(const void* data, size_t bytes, const sockaddr_in* to) {
+bool Datagrams::send_one(const void* data, size_t bytes, const Peer* to) {
+    iovec piece{const_cast<void*>(data), bytes};
+    SendControl control;
+    msghdr message;
+    fill(message, {&piece, 1, 1, to}, &piece, 1, control);
     for (int tries = 0; tries < 2; tries++) {  // a first call may report that an earlier packet was refused
-        if (sendto(fd_, data, bytes, MSG_DONTWAIT, reinterpret_cast<const sockaddr*>(to), to ? sizeof *to : 0) >= 0)
-            return true;
+        if (sendmsg(fd_, &message, MSG_DONTWAIT) >= 0) return true;
         if (is_full(errno)) return false;
     }
     return false;
 }
 
-// Messages taken by the kernel or lost on the way out; what is left met a full buffer. Sets segments_ to false, and
-// stops, where the kernel refuses to cut trains up.
+// One message of a train: some of its pieces, its receiver, and the address that it goes out from.
+void Datagrams::fill(msghdr& m, const Train& train, iovec* pieces, size_t count, SendControl& control) const {
+    m = {};
+    m.msg_iov = pieces, m.msg_iovlen = count;
+    if (train.to) {
+        m.msg_name = const_cast<sockaddr*>(&train.to->address.any), m.msg_namelen = train.to->address.length();
+        if (train.to->has_local() && !control.has_source) control.leave_from(train.to->local, family_);
+    }
+    if (control.length) m.msg_control = control.bytes, m.msg_controllen = control.length;
+}
+
+// Messages taken by the kernel or lost on the way out; what is left met a full buffer. Where the kernel refuses to cut
+// trains up, this sets segments_ to false, and stops.
 size_t Datagrams::send_messages(mmsghdr* messages, size_t count, int patience) {
     size_t done = 0;
     while (done < count) {
@@ -133,7 +150,7 @@ size_t Datagrams::send_messages(mmsghdr* messages, size_t count, int patience) {
         } else if (is_full(errno)) {
             pollfd p{fd_, POLLOUT, 0};
             if (!patience || poll(&p, 1, patience) <= 0) break;
-        } else if (messages[done].msg_hdr.msg_control &&
+        } else if (is_cut(messages[done].msg_hdr) &&
                    (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE)) {
             segments_ = false;
             break;
@@ -146,27 +163,15 @@ size_t Datagrams::send_messages(mmsghdr* messages, size_t count, int patience) {
 
 size_t Datagrams::send_trains(const Train* trains, size_t count, int patience) {
     mmsghdr messages[kTrainsAtOnce];
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(uint16_t))] = {};
-    auto* segment = reinterpret_cast<cmsghdr*>(control);
-    segment->cmsg_level = IPPROTO_UDP;
-    segment->cmsg_type = UDP_SEGMENT;
-    segment->cmsg_len = CMSG_LEN(sizeof(uint16_t));
-    uint16_t bytes = kPacketBytes;
-    std::memcpy(CMSG_DATA(segment), &bytes, sizeof bytes);
+    SendControl controls[kTrainsAtOnce];
     size_t packets = 0;
     for (size_t at = 0; at < count;) {
         size_t now = count - at < kTrainsAtOnce ? count - at : kTrainsAtOnce;
         for (size_t i = 0; i < now; i++) {
             const Train& train = trains[at + i];
-            msghdr& m = messages[i].msg_hdr;
-            m = {const_cast<sockaddr_in*>(train.to),
-                 train.to ? socklen_t(sizeof *train.to) : 0,
-                 train.pieces,
-                 train.packets * train.parts,
-                 nullptr,
-                 0,
-                 0};
-            if (train.packets > 1) m.msg_control = control, m.msg_controllen = sizeof control;
+            controls[i].clear();
+            if (train.packets > 1) controls[i].cut(kPacketBytes);
+            fill(messages[i].msg_hdr, train, train.pieces, train.packets * train.parts, controls[i]);
         }
         size_t done = send_messages(messages, now, patience);
         for (size_t i = 0; i < done; i++) packets += trains[at + i].packets;
@@ -182,14 +187,9 @@ size_t Datagrams::send_packets(const Train* trains, size_t count, int patience) 
     size_t packets = 0;
     for (size_t t = 0; t < count; t++) {
         const Train& train = trains[t];
+        SendControl control;
         for (size_t i = 0; i < train.packets; i++)
-            messages[i].msg_hdr = {const_cast<sockaddr_in*>(train.to),
-                                   train.to ? socklen_t(sizeof *train.to) : 0,
-                                   train.pieces + i * train.parts,
-                                   train.parts,
-                                   nullptr,
-                                   0,
-                                   0};
+            fill(messages[i].msg_hdr, train, train.pieces + i * train.parts, train.parts, control);
         size_t done = send_messages(messages, train.packets, patience);
         packets += done;
         if (done < train.packets) break;
@@ -212,15 +212,25 @@ const std::vector<Arrival>& Datagrams::receive(bool* refused) {
     if (count < 0 && errno == ECONNREFUSED && refused) *refused = true;
     for (int i = 0; i < count; i++) {
         msghdr& m = r.messages[i].msg_hdr;
-        if (m.msg_flags & MSG_TRUNC || m.msg_namelen != sizeof(sockaddr_in)) continue;
+        if (m.msg_flags & MSG_TRUNC || m.msg_namelen != r.from[i].length()) continue;
         size_t bytes = r.messages[i].msg_len, segment = bytes;
+        Peer from{r.from[i]};
         for (cmsghdr* c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
-            int cut;  // the kernel passes an int
-            if (c->cmsg_level != IPPROTO_UDP || c->cmsg_type != UDP_GRO) continue;
-            std::memcpy(&cut, CMSG_DATA(c), sizeof cut);
-            if (cut > 0) segment = size_t(cut);
+            if (c->cmsg_level == IPPROTO_UDP && c->cmsg_type == UDP_GRO) {
+                int cut;  // the kernel passes an int
+                std::memcpy(&cut, CMSG_DATA(c), sizeof cut);
+                if (cut > 0) segment = size_t(cut);
+            } else if (c->cmsg_level == IPPROTO_IP && c->cmsg_type == IP_PKTINFO) {
+                in_pktinfo to;
+                std::memcpy(&to, CMSG_DATA(c), sizeof to);
+                from.local = mapped(to.ipi_spec_dst);
+            } else if (c->cmsg_level == IPPROTO_IPV6 && c->cmsg_type == IPV6_PKTINFO) {
+                in6_pktinfo to;
+                std::memcpy(&to, CMSG_DATA(c), sizeof to);
+                from.local = to.ipi6_addr;
+            }
         }
-        arrivals_.push_back({static_cast<const uint8_t*>(r.pieces[i].iov_base), bytes, segment, r.from[i]});
+        arrivals_.push_back({static_cast<const uint8_t*>(r.pieces[i].iov_base), bytes, segment, from});
     }
     return arrivals_;
 }

@@ -6,14 +6,14 @@
 
 #ifdef __linux__
 
-#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
+
+#include "socket_addresses.h"
 
 namespace gradwire {
 
@@ -23,40 +23,39 @@ constexpr size_t kMessageRoom = 65536;
 
 double seconds_now();  // of a clock that never goes back
 
-sockaddr_in make_address(const std::string& ip, uint16_t port);  // std::invalid_argument where `ip` is none
-std::string ip_of(const sockaddr_in& address);
-
 // Packets of equal length for one receiver: `parts` pieces of memory each, one after the other in `pieces`.
 struct Train {
     iovec* pieces;
     size_t packets, parts;
-    const sockaddr_in* to;  // nullptr: whom the socket is connected to
+    const Peer* to;  // nullptr: whom the socket is connected to
 };
 
 // One or more packets that came together from one sender: all are `segment` bytes long but the last.
 struct Arrival {
     const uint8_t* data;
     size_t bytes, segment;
-    sockaddr_in from;
+    Peer from;
 };
 
 class Datagrams {
   public:
-    Datagrams();  // throws std::runtime_error, as everything here that opens
+    Datagrams();
     ~Datagrams();
     Datagrams(const Datagrams&) = delete;
 
-    void bind(const sockaddr_in& address);
-    void connect(const sockaddr_in& address);
+    // Either makes the socket, and throws std::runtime_error if it cannot. One bound to 0.0.0.0 or [::] notes of every
+    // packet which address of this host it came to (`Peer`); [::] takes IPv4, too.
+    void bind(const SocketAddress& address);
+    void connect(const SocketAddress& address);
     void set_buffers(int receive, int send);  // as near as the system allows
     int receive_buffer() const;  // bytes, as the kernel counts them
-    sockaddr_in own_address() const;
-    int file() const { return fd_; }
+    SocketAddress own_address() const;
+    int family() const { return family_; }
 
     // Packets sent, all of them but where the socket's buffer is full (a train that is a datagram goes whole or not at
     // all). Waits for room for at most `patience` milliseconds each time.
     size_t send(const Train* trains, size_t count, int patience);
-    bool send_one(const void* data, size_t bytes, const sockaddr_in* to);
+    bool send_one(const void* data, size_t bytes, const Peer* to);
 
     // What has arrived, without waiting; valid until the next call. `refused`: the peer's machine said that nobody
     // listens there.
@@ -65,11 +64,13 @@ class Datagrams {
     bool wait(double seconds, bool for_room = false) const;
 
   private:
+    void open(int family);
+    void fill(msghdr& message, const Train& train, iovec* pieces, size_t count, SendControl& control) const;
     size_t send_trains(const Train* trains, size_t count, int patience);
     size_t send_packets(const Train* trains, size_t count, int patience);
     size_t send_messages(mmsghdr* messages, size_t count, int patience);
 
-    int fd_ = -1;
+    int fd_ = -1, family_ = 0;
     bool segments_ = true;  // the kernel cuts trains up
     struct Room;
     std::unique_ptr<Room> room_;

@@ -14,7 +14,8 @@ namespace gradwire {
 // The constants of packet_format.h as sizes: those of an enum are ints, which std::min and others do not mix with sizes.
 constexpr size_t kHeaderBytes = PACKET_HEADER_BYTES, kCodedHeader = PACKET_CODED_BYTES, kWords = PACKET_WORDS;
 constexpr size_t kPacketBytes = PACKET_BYTES, kPayloadBytes = kPacketBytes - kHeaderBytes;
-constexpr size_t kIpAndUdp = PACKET_IP_AND_UDP_BYTES, kMostWorkers = PACKET_MOST_WORKERS;
+constexpr size_t kIpAndUdp = PACKET_IP_AND_UDP_BYTES, kIpv6AndUdp = PACKET_IPV6_AND_UDP_BYTES;
+constexpr size_t kMostWorkers = PACKET_MOST_WORKERS, kAskBytes = PACKET_ASK_BYTES;
 
 using Header = packet_header;
 

@@ -82,16 +82,18 @@ size_t golomb_encode(const int64_t* gaps, size_t n, int b, uint8_t* out) {
     return writer.end() - out;
 }
 
-size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_t limit, int64_t* positions) {
+int64_t golomb_positions(const uint8_t* data, size_t length, uint64_t at, size_t n, int b, int64_t limit,
+                         int64_t before, int64_t* positions) {
     BitReader reader(data, length);
+    reader.at = at;
     const uint64_t end = uint64_t(limit), most = end >> b;
-    uint64_t position = ~uint64_t(0);  // before the first
+    uint64_t position = uint64_t(before);  // -1 before the first
     for (size_t i = 0; i < n; i++) {
         uint64_t zeros = 0, x = reader.peek();
         while (__builtin_expect(!(x & mask(57)), 0)) {
             zeros += 57;
             reader.at += 57;
-            if (reader.done() || zeros > most) return 0;
+            if (reader.done() || zeros > most) return -1;
             x = reader.peek();
         }
         const int more = __builtin_ctzll(x);
@@ -99,12 +101,12 @@ size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_
         reader.at += more + 1;
         const uint64_t low = (more + 1 + b <= 57 ? x >> (more + 1) : reader.peek()) & mask(b);
         reader.at += b;
-        if (!reader.good() || zeros > most) return 0;
+        if (!reader.good() || zeros > most) return -1;
         position += 1 + (zeros << b) + low;
-        if (position >= end) return 0;
+        if (position >= end) return -1;
         positions[i] = int64_t(position);
     }
-    return reader.padded() ? reader.bytes() : 0;
+    return int64_t(reader.at);
 }
 
 void gap_counts(const int64_t* gaps, size_t n, int m, int64_t counts[256]) {
@@ -135,27 +137,22 @@ size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8
     return writer.end() - low;
 }
 
-bool gap_tails(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, int64_t* gaps) {
+int64_t class_positions(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, uint64_t at,
+                        int64_t limit, int64_t before, int64_t* positions) {
     BitReader reader(data, length);
+    reader.at = at;
+    int64_t position = before;
     for (size_t i = 0; i < n; i++) {
         const int open = std::max(0, (classes[i] >> m) - 1);
         const uint64_t high = open ? (classes[i] & mask(m)) | uint64_t(1) << m : classes[i];
-        gaps[i] = int64_t(high << open | (reader.peek() & mask(open)));
+        const uint64_t gap = high << open | (reader.peek() & mask(open));
         reader.at += open;
-        if (!reader.good()) return false;
-    }
-    return reader.bytes() == length && reader.padded();
-}
-
-bool join_gaps(const int64_t* gaps, size_t n, int64_t limit, int64_t* positions) {
-    int64_t position = -1;
-    for (size_t i = 0; i < n; i++) {
-        if (gaps[i] < 0 || gaps[i] >= limit) return false;
-        position += 1 + gaps[i];
-        if (position >= limit) return false;
+        if (!reader.good() || gap >= uint64_t(limit)) return -1;
+        position += 1 + int64_t(gap);
+        if (position >= limit) return -1;
         positions[i] = position;
     }
-    return true;
+    return int64_t(reader.at);
 }
 
 }  // namespace gradwire

@@ -94,12 +94,14 @@ constexpr int kMaxGapBits = 48;
 
 uint64_t golomb_quotients(const int64_t* gaps, size_t n, int b);
 size_t golomb_encode(const int64_t* gaps, size_t n, int b, uint8_t* out);  // 8 bytes more room than it takes
-// The bytes it took; 0 if the data is damaged or a position is not below the limit.
-size_t golomb_decode(const uint8_t* data, size_t length, size_t n, int b, int64_t limit, int64_t* positions);
+// Both read the next n positions from bit `at` on, behind the position `before` (-1 for the first), and return the bit
+// behind them; -1 if the data is damaged or a position is not below the limit.
+int64_t golomb_positions(const uint8_t* data, size_t length, uint64_t at, size_t n, int b, int64_t limit,
+                         int64_t before, int64_t* positions);
 void gap_counts(const int64_t* gaps, size_t n, int m, int64_t counts[256]);
 // The number of bytes of low bits; `low` has room for 6 bytes a gap and 8 more.
 size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8_t* low);
-bool gap_tails(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, int64_t* gaps);
-bool join_gaps(const int64_t* gaps, size_t n, int64_t limit, int64_t* positions);
+int64_t class_positions(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, uint64_t at,
+                        int64_t limit, int64_t before, int64_t* positions);
 
 }  // namespace gradwire

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -99,7 +100,7 @@ def test_another_program_is_compiled_anew(nvrtc: FakeNvrtc, what: str) -> None:
     assert nvrtc.compiled == 2
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "an unwritable folder", "no home", "a full disk"])
+@pytest.mark.parametrize("obstacle", ["a file", "an unwritable folder", "no home", "a full disk", "others"])
 def test_programs_are_compiled_without_a_cache(
     nvrtc: FakeNvrtc, monkeypatch: Patch, tmp_path: Path, obstacle: str
 ) -> None:
@@ -111,8 +112,11 @@ def test_programs_are_compiled_without_a_cache(
     elif obstacle == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", _raising(RuntimeError("Could not determine home directory.")))
+    elif obstacle == "others":
+        (place / "gradwire" / "cubin").mkdir(parents=True)
+        (place / "gradwire" / "cubin").chmod(0o777)
     else:
-        monkeypatch.setattr(compiler.os, "replace", _raising(OSError(28, "No space left on device")))
+        monkeypatch.setattr(os, "replace", _raising(OSError(28, "No space left on device")))
     for _ in range(2):
         assert compiler.compile_to_cubin("a source", "probe.cu", "sm_90") == nvrtc.cubin
     assert nvrtc.compiled == 2 or obstacle == "an unwritable folder"

@@ -346,3 +346,34 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
         again = native.rans_encode(symbols, 100_032, table, 8, 64, out)
         os._exit(0 if again == lengths and out[: sum(lengths)].tobytes() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_forks_while_codecs_run() -> None:
+    """What other threads hold at that moment, nobody gives back in the child: it must not wait for it."""
+    grad = gradient(60_000)
+    frames = {spec: gradwire.codec(spec).encode(grad) for spec in ("co3", "topk:p=0.2", "stc", "qsgd", "homomorphic")}
+    decoded = {spec: bits(codecs.decode(frame)) for spec, frame in frames.items()}
+    torch.set_num_threads(1)  # of torch's OpenMP nothing is left in a child
+    ended = threading.Event()
+
+    def keep_coding(spec: str) -> None:
+        codec = gradwire.codec(spec)
+        while not ended.is_set():
+            codecs.decode(codec.encode(grad))
+
+    threads = [threading.Thread(target=keep_coding, args=(spec,)) for spec in ("topk:p=0.2", "stc")]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(8):
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                good = all(bits(codecs.decode(gradwire.codec(s).encode(grad))) == decoded[s] for s in frames)
+                os._exit(0 if good else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()

@@ -12,11 +12,11 @@ import glob
 import hashlib
 import importlib.util
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.errors import GradwireError
+from gradwire.program_cache import ProgramCache
 
 # No product is fused with a sum: the reference rounds both, and values have to be the same to the bit.
 OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
@@ -29,34 +29,20 @@ class CompilerMissing(GradwireError):
 def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     """Return the machine code of a program for an architecture such as "sm_90".
 
-    Compiling takes seconds, so that the result is kept in a folder of the user's cache. If that cannot be written,
-    every process compiles for itself.
+    Compiling takes seconds, so that the result is kept in a folder of the user's cache. If that cannot be written, or
+    others can write to it, every process compiles for itself.
     """
     nvrtc = _library()
     key = hashlib.sha256("\0".join([source, architecture, *OPTIONS, str(_version(nvrtc))]).encode()).hexdigest()
-    folder = _cache_folder()
-    if folder is None:
-        return _compiled(nvrtc, source, name, architecture)
-    kept = folder / f"{Path(name).stem}-{architecture}-{key[:24]}.cubin"
+    file = f"{Path(name).stem}-{architecture}-{key[:24]}.cubin"
     with contextlib.suppress(OSError):
-        return kept.read_bytes()
+        kept = ProgramCache("cubin").read(file)
+        if kept is not None:
+            return kept
     cubin = _compiled(nvrtc, source, name, architecture)
-    with contextlib.suppress(OSError):  # whole or not at all: other ranks may be reading
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=kept.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(scratch, kept)
+    with contextlib.suppress(OSError):
+        ProgramCache("cubin").keep(file, cubin)
     return cubin
-
-
-def _cache_folder() -> Path | None:
-    """Return the folder; None for a user without a home, as in some containers."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(base) / "gradwire" / "cubin"
 
 
 def _version(nvrtc: ctypes.CDLL) -> tuple[int, int]:

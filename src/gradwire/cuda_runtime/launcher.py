@@ -14,6 +14,7 @@ import torch
 
 from gradwire.cuda_runtime import compiler
 from gradwire.errors import GradwireError
+from gradwire.torch_internals.streams import current_stream
 
 
 class Arguments:
@@ -70,7 +71,7 @@ class _CudaKernel:
 
     def __call__(self, blocks: int, threads: int, arguments: Arguments) -> None:
         if blocks:
-            stream = torch._C._cuda_getCurrentRawStream(self._index)  # current_stream(…) takes as long as a launch
+            stream = current_stream(self._index)
             status = self._launch(
                 self.function, blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments.array, None
             )

@@ -10,8 +10,9 @@ import numpy as np
 
 from gradwire.convert.bingrad import BinGrad
 from gradwire.convert.conversion import Converter
+from gradwire.convert.level_buckets import make_buckets
 from gradwire.convert.level_numbers import PRECISIONS, sent
-from gradwire.convert.levels import Levels, make_buckets, widths
+from gradwire.convert.levels import Levels, widths
 from gradwire.convert.linear import LinearLevels
 from gradwire.convert.orq import ORQ
 from gradwire.convert.qsgd import QSGD

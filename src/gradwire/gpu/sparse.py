@@ -12,7 +12,8 @@ import torch
 from gradwire.compress.positions import FINEST, class_of
 from gradwire.convert.conversion import Converter
 from gradwire.convert.sbc import SBC
-from gradwire.convert.sparse import BF16, FP16, FP32, ONE_MAGNITUDE, ONE_VALUE, Sparse
+from gradwire.convert.sparse import Sparse
+from gradwire.convert.sparse_values import BF16, FP16, FP32, ONE_MAGNITUDE, ONE_VALUE
 from gradwire.convert.stc import STC
 from gradwire.convert.topk import TopK
 from gradwire.cuda_runtime import programs

@@ -35,6 +35,7 @@ IMPLEMENTATIONS = {
     ("cpu", "levels"): "gradwire.kernels.cpu.levels",
     ("cpu", "sparse"): "gradwire.kernels.cpu.sparse",
     ("cpu", "positions"): "gradwire.kernels.cpu.positions",
+    ("cpu", "sketch"): "gradwire.kernels.cpu.sketch",
     ("cpu", "homomorphic"): "gradwire.kernels.cpu.homomorphic",
     ("cpu", "rows"): "gradwire.kernels.cpu.rows",
     ("cuda", "sparse"): "gradwire.kernels.cuda.sparse",

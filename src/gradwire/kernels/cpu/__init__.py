@@ -11,4 +11,5 @@ from gradwire.kernels.cpu.levels import *  # noqa: F403
 from gradwire.kernels.cpu.positions import *  # noqa: F403
 from gradwire.kernels.cpu.quantize import *  # noqa: F403
 from gradwire.kernels.cpu.rows import *  # noqa: F403
+from gradwire.kernels.cpu.sketch import *  # noqa: F403
 from gradwire.kernels.cpu.sparse import *  # noqa: F403

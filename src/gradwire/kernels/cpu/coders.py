@@ -8,7 +8,7 @@ import torch
 from gradwire import _native
 from gradwire.errors import FrameError
 from gradwire.kernels.conditions import where
-from gradwire.kernels.cpu.native_arguments import as_array, as_bytes, flat_fp32
+from gradwire.kernels.cpu.native_arguments import as_array, as_bytes, as_lengths, flat_fp32
 
 __all__ = [
     "crc32", "huffman_decode", "huffman_encode", "pack_bits", "rans_decode", "rans_decode_chunk", "rans_dequantize",
@@ -74,24 +74,26 @@ def rans_encode(
 
 
 def rans_decode(
-    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
+    body: memoryview, lengths: np.ndarray | list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
     symbols: np.ndarray,
 ) -> None:  # fmt: skip
     """Decode chunks of `size` symbols into `symbols`."""
     threads = torch.get_num_threads()
-    if not _native.rans_decode(as_bytes(body), lengths, frequencies, precision, lanes, size, symbols, threads):
+    if not _native.rans_decode(
+        as_bytes(body), as_lengths(lengths), frequencies, precision, lanes, size, symbols, threads
+    ):
         raise FrameError("damaged rans chunk")
 
 
 @where(flat_fp32)  # what is written
 def rans_dequantize(
-    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
-    values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
+    body: memoryview, lengths: np.ndarray | list[int], size: int, frequencies: np.ndarray, precision: int,
+    lane_bits: int, values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Decode and look values up in one pass; always True."""
     if not _native.rans_dequantize(
-        as_bytes(body), lengths, frequencies, precision, 1 << lane_bits, size, as_array(values), as_array(out),
-        accumulate, as_array(out if onto is None else onto), torch.get_num_threads(),
+        as_bytes(body), as_lengths(lengths), frequencies, precision, 1 << lane_bits, size, as_array(values),
+        as_array(out), accumulate, as_array(out if onto is None else onto), torch.get_num_threads(),
     ):  # fmt: skip
         raise FrameError("damaged rans chunk")
     return True

@@ -11,6 +11,7 @@ import torch
 from gradwire import _native
 from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, as_seed, flat_fp32
+from gradwire.kernels.reference.levels import blocks_of
 
 __all__ = ["assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 
@@ -57,14 +58,16 @@ def assign_levels(
 def spread_levels(
     symbols: np.ndarray, values: torch.Tensor, starts: np.ndarray, out: torch.Tensor, accumulate: bool
 ) -> None:
-    """Write straight into fp32 tensors; those of another dtype are converted afterwards."""
-    fused = flat_fp32(out)
-    target = out if fused else torch.empty(len(symbols), dtype=torch.float32, device="cpu")
-    _native.spread_levels(
-        symbols, as_array(values.reshape(-1)), values.shape[1], starts, as_array(target), accumulate and fused,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    if not fused and accumulate:
-        out += target
-    elif not fused:
-        out.copy_(target)
+    """Write straight into fp32 tensors; those of another dtype get blocks of fp32 numbers."""
+    threads = torch.get_num_threads()
+    if flat_fp32(out):
+        flat = as_array(values.reshape(-1))
+        _native.spread_levels(symbols, flat, values.shape[1], starts, as_array(out), accumulate, threads)
+        return
+    for block, buckets, cut in blocks_of(starts):
+        part, flat = np.empty(block.stop - block.start, dtype=np.float32), as_array(values[buckets].reshape(-1))
+        _native.spread_levels(symbols[block], flat, values.shape[1], cut, part, False, threads)
+        if accumulate:
+            out[block] += torch.from_numpy(part)
+        else:
+            out[block] = torch.from_numpy(part)

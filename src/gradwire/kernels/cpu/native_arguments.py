@@ -23,6 +23,11 @@ def as_bytes(data: memoryview | np.ndarray) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8)
 
 
+def as_lengths(lengths: np.ndarray | list[int]) -> np.ndarray:
+    """Return the lengths of chunks as an array."""
+    return np.asarray(lengths, dtype=np.int64)
+
+
 def as_seed(seed: int | None) -> int | None:
     """Return the 64 low bits of a seed; None, which asks for rounding to nearest, stays None."""
     return None if seed is None else seed & 0xFFFFFFFFFFFFFFFF

@@ -9,22 +9,13 @@ from gradwire.errors import FrameError
 from gradwire.kernels.cpu.native_arguments import as_bytes
 
 __all__ = [
-    "gap_classes", "gap_counts", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps",
-    "split_gaps",
+    "class_positions", "gap_classes", "gap_counts", "golomb_bits", "golomb_encode", "golomb_positions", "split_gaps",
 ]  # fmt: skip
 
 
 def split_gaps(positions: np.ndarray) -> np.ndarray:
     """Return the gaps between ascending positions."""
     return _native.split_gaps(positions)
-
-
-def join_gaps(gaps: np.ndarray, limit: int) -> np.ndarray:
-    """Return the positions of these gaps, all below the limit."""
-    positions = np.empty_like(gaps)
-    if not _native.join_gaps(gaps, limit, positions):
-        raise FrameError("a position in the frame is beyond its tensor")
-    return positions
 
 
 def golomb_bits(gaps: np.ndarray, b: int) -> int:
@@ -38,15 +29,13 @@ def golomb_encode(gaps: np.ndarray, b: int) -> bytes:
     return out[: _native.golomb_encode(gaps, b, out)].tobytes()
 
 
-def golomb_decode(data: memoryview, count: int, b: int, limit: int) -> tuple[np.ndarray, int]:
-    """Decode `count` positions, and say how many bytes they took."""
-    if count * (b + 1) > 8 * len(data):
-        raise FrameError("coded positions are cut short")
+def golomb_positions(data: memoryview, at: int, count: int, b: int, limit: int, before: int) -> tuple[np.ndarray, int]:
+    """Decode the next `count` positions, and say where they end."""
     positions = np.empty(count, dtype=np.int64)
-    used = _native.golomb_decode(as_bytes(data), b, limit, positions)
-    if not used:
+    end = _native.golomb_positions(as_bytes(data), at, b, limit, before, positions)
+    if end < 0:
         raise FrameError("damaged positions")
-    return positions, used
+    return positions, end
 
 
 def gap_classes(gaps: np.ndarray, m: int) -> tuple[np.ndarray, bytes]:
@@ -63,9 +52,12 @@ def gap_counts(gaps: np.ndarray, m: int) -> np.ndarray:
     return counts
 
 
-def gap_tails(classes: np.ndarray, m: int, data: memoryview) -> np.ndarray:
-    """Return the gaps of these classes and low bits."""
-    gaps = np.empty(len(classes), dtype=np.int64)
-    if not _native.gap_tails(classes, m, as_bytes(data), gaps):
-        raise FrameError("damaged low bits of positions")
-    return gaps
+def class_positions(
+    classes: np.ndarray, m: int, data: memoryview, at: int, limit: int, before: int
+) -> tuple[np.ndarray, int]:
+    """Return the positions of gaps of these classes, and where their low bits end."""
+    positions = np.empty(len(classes), dtype=np.int64)
+    end = _native.class_positions(classes, m, as_bytes(data), at, limit, before, positions)
+    if end < 0:
+        raise FrameError("damaged positions")
+    return positions, end

@@ -134,7 +134,7 @@ def rans_encode(
 
 
 def rans_decode(
-    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
+    body: memoryview, lengths: np.ndarray | list[int], size: int, frequencies: np.ndarray, precision: int, lanes: int,
     symbols: np.ndarray,
 ) -> None:  # fmt: skip
     """Decode chunks of `size` symbols, whose lengths in bytes these are, into `symbols`."""
@@ -146,8 +146,8 @@ def rans_decode(
 
 
 def rans_dequantize(
-    body: memoryview, lengths: list[int], size: int, frequencies: np.ndarray, precision: int, lane_bits: int,
-    values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
+    body: memoryview, lengths: np.ndarray | list[int], size: int, frequencies: np.ndarray, precision: int,
+    lane_bits: int, values: torch.Tensor, out: torch.Tensor, accumulate: bool, onto: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Decode chunks of `size` entries straight into fp32 `out`, alone or added to it, or added to `onto`.
 

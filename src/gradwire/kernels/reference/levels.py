@@ -6,6 +6,7 @@ down, so that every backend finds the same levels to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from gradwire.kernels.reference.quantize import compensate, histogram
 
 __all__ = ["LANES", "assign_levels", "bucket_stats", "search_levels", "spread_levels"]
 
+BLOCK = 1 << 13  # entries whose levels are looked up at a time
 LANES = 16  # partial sums of `bucket_stats`: entry i of a bucket goes to sum i mod 16
 
 
@@ -211,9 +213,21 @@ def _count_below(u: torch.Tensor, thresholds: torch.Tensor, bucket: torch.Tensor
 def spread_levels(
     symbols: np.ndarray, values: torch.Tensor, starts: np.ndarray, out: torch.Tensor, accumulate: bool
 ) -> None:
-    """Write the value of every symbol to `out`, or add it."""
-    decoded = values[_bucket_of(starts), torch.from_numpy(symbols).long()].to(out.device)
-    if accumulate:
-        out += decoded
-    else:
-        out.copy_(decoded)
+    """Write the value of every symbol to `out`, or add it.
+
+    Entries are taken block by block: the number of its bucket takes eight bytes, twice as much as an fp32 entry.
+    """
+    for block, buckets, cut in blocks_of(starts):
+        decoded = values[buckets][_bucket_of(cut), torch.from_numpy(symbols[block]).long()].to(out.device)
+        if accumulate:
+            out[block] += decoded
+        else:
+            out[block] = decoded
+
+
+def blocks_of(starts: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    """Yield blocks of the entries, the buckets that have entries in it, and where they start and end in it."""
+    for first in range(0, int(starts[-1]), BLOCK):
+        last = min(int(starts[-1]), first + BLOCK)
+        low, high = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, last)
+        yield slice(first, last), slice(low, high), np.clip(starts[low : high + 1], first, last) - first

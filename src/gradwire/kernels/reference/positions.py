@@ -10,25 +10,15 @@ import numpy as np
 from gradwire.errors import FrameError
 
 __all__ = [
-    "gap_classes", "gap_counts", "gap_tails", "golomb_bits", "golomb_decode", "golomb_encode", "join_gaps",
-    "split_gaps",
+    "class_positions", "gap_classes", "gap_counts", "golomb_bits", "golomb_encode", "golomb_positions", "split_gaps",
 ]  # fmt: skip
+
+WINDOW = 4096  # bytes that are searched at a time for the next bit that is set
 
 
 def split_gaps(positions: np.ndarray) -> np.ndarray:
     """Return what lies between ascending positions: the first, then each less the one before less 1."""
     return np.diff(positions, prepend=-1) - 1
-
-
-def join_gaps(gaps: np.ndarray, limit: int) -> np.ndarray:
-    """Do the opposite of `split_gaps`; all positions have to be below the limit."""
-    # No gap reaches the limit, so the first position beyond it is seen before any sum could overflow.
-    if len(gaps) and int(gaps.max()) >= limit:
-        raise FrameError("a position in the frame is beyond its tensor")
-    positions = np.cumsum(gaps + 1) - 1
-    if len(gaps) and bool(((positions < 0) | (positions >= limit)).any()):
-        raise FrameError("a position in the frame is beyond its tensor")
-    return positions
 
 
 def golomb_bits(gaps: np.ndarray, b: int) -> int:
@@ -47,25 +37,43 @@ def golomb_encode(gaps: np.ndarray, b: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def golomb_decode(data: memoryview, count: int, b: int, limit: int) -> tuple[np.ndarray, int]:
-    """Return `count` positions below `limit`, and how many bytes they took; the last byte is padded with zeros."""
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
-    text = bits.tobytes()
-    positions, position, at = np.empty(count, dtype=np.int64), -1, 0
+def golomb_positions(data: memoryview, at: int, count: int, b: int, limit: int, before: int) -> tuple[np.ndarray, int]:
+    """Return the next `count` positions from bit `at` on, all below `limit`, and the bit behind them.
+
+    `before` is the position before the first of them, or −1. Positions are read in parts so that memory for all of them
+    is not needed at once.
+    """
+    positions = np.empty(count, dtype=np.int64)
     for i in range(count):
-        one = text.find(1, at)
-        if one < 0 or one + 1 + b > len(text):
+        one = _next_one(data, at)
+        if one + 1 + b > 8 * len(data):
             raise FrameError("coded positions are cut short")
-        low = sum(text[one + 1 + j] << j for j in range(b))
-        position += 1 + (one - at << b) + low
-        if position >= limit:
+        before += 1 + (one - at << b) + _number(data, one + 1, b)
+        if before >= limit:
             raise FrameError("a position in the frame is beyond its tensor")
-        positions[i] = position
+        positions[i] = before
         at = one + 1 + b
-    used = -(-at // 8)
-    if any(text[at : 8 * used]):
-        raise FrameError("damaged padding of positions")
-    return positions, used
+    return positions, at
+
+
+def _next_one(data: memoryview, at: int) -> int:
+    """Return the first bit from `at` on that is set, or the number of all bits."""
+    byte = at >> 3
+    if byte < len(data) and data[byte] >> (at & 7):
+        rest = data[byte] >> (at & 7)
+        return at + (rest & -rest).bit_length() - 1
+    for start in range(byte + 1, len(data), WINDOW):
+        found = np.flatnonzero(np.frombuffer(data[start : start + WINDOW], dtype=np.uint8))
+        if len(found):
+            byte = start + int(found[0])
+            return 8 * byte + (data[byte] & -data[byte]).bit_length() - 1
+    return 8 * len(data)
+
+
+def _number(data: memoryview, at: int, size: int) -> int:
+    """Return `size` bits from `at` on, the lowest first."""
+    window = int.from_bytes(data[at >> 3 : (at + size + 7) >> 3], "little")
+    return window >> (at & 7) & (1 << size) - 1
 
 
 def _class_of(gaps: np.ndarray, m: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,20 +100,29 @@ def gap_counts(gaps: np.ndarray, m: int) -> np.ndarray:
     return np.bincount(_class_of(gaps, m)[0], minlength=256)
 
 
-def gap_tails(classes: np.ndarray, m: int, data: memoryview) -> np.ndarray:
-    """Return the gaps of these classes and low bits; the opposite of `gap_classes`."""
+def class_positions(
+    classes: np.ndarray, m: int, data: memoryview, at: int, limit: int, before: int
+) -> tuple[np.ndarray, int]:
+    """Return the positions behind `before` with gaps of these classes, whose low bits stand from bit `at` on.
+
+    The second result is the bit behind them. All positions have to be below the limit.
+    """
     classes = classes.astype(np.int64)
     low_bits = np.maximum((classes >> m) - 1, 0)
-    high = np.where(classes < 1 << m, classes, (classes & (1 << m) - 1) + (1 << m))
-    gaps: np.ndarray = high << low_bits
     ends = np.cumsum(low_bits)
     total = int(ends[-1]) if len(classes) else 0
-    if len(data) != -(-total // 8):
-        raise FrameError("wrong length of the low bits of positions")
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little").astype(np.int64)
-    if bits[total:].any():
-        raise FrameError("damaged padding of positions")
+    if at + total > 8 * len(data):
+        raise FrameError("coded positions are cut short")
+    gaps = np.where(classes < 1 << m, classes, (classes & (1 << m) - 1) + (1 << m)) << low_bits
+    window = np.frombuffer(data[at >> 3 : (at + total + 7) >> 3], dtype=np.uint8)
+    bits = np.unpackbits(window, bitorder="little")[at & 7 :]
     for i in range(int(low_bits.max(initial=0))):
         has = low_bits > i
-        gaps[has] |= bits[(ends - low_bits)[has] + i] << i
-    return gaps
+        gaps[has] |= bits[(ends - low_bits)[has] + i].astype(np.int64) << i
+    # No gap reaches the limit, so the first position beyond it is seen before any sum could overflow.
+    if len(gaps) and int(gaps.max()) >= limit:
+        raise FrameError("a position in the frame is beyond its tensor")
+    positions = np.cumsum(gaps + 1) + before
+    if len(gaps) and bool(((positions < 0) | (positions >= limit)).any()):
+        raise FrameError("a position in the frame is beyond its tensor")
+    return positions, at + total

@@ -9,7 +9,8 @@ from gradwire.kernels.reference.generator import uniform
 
 __all__ = ["sketch_cells", "sketch_estimates"]
 
-BLOCK = 1 << 20  # entries hashed at a time
+BLOCK = 1 << 20  # entries hashed at a time by an encoder
+PART = 1 << 13  # and by a decoder, which must not take much memory
 MASK = (1 << 64) - 1
 
 
@@ -32,15 +33,21 @@ def sketch_cells(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.T
     return torch.from_numpy(cells).to(u.device)
 
 
-def sketch_estimates(cells: torch.Tensor, count: int, seed: int) -> torch.Tensor:
-    """Return the median over the rows of sign·cell for each of `count` entries, in fp32."""
+def sketch_estimates(
+    cells: np.ndarray, count: int, seed: int, start: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the median over the rows of sign·cell for the entries start … start+count−1, in fp32.
+
+    `cells` (rows × columns) are fp32 or fp16 numbers at any address, such as in a frame. The estimates are written to
+    `out`, if it is given: contiguous fp32, in the host's memory.
+    """
     rows, columns = cells.shape
-    out = torch.empty(count, dtype=torch.float32, device=cells.device)
-    for start in range(0, count, BLOCK):
-        stop = min(count, start + BLOCK)
+    out = torch.empty(count, dtype=torch.float32, device="cpu") if out is None else out
+    for first in range(0, count, PART):
+        last = min(count, first + PART)
         estimates = []
         for row in range(rows):
-            column, sign = hashed(row, seed, columns, start, stop, cells.device)
-            estimates.append(cells[row, column] * sign)
-        out[start:stop] = torch.stack(estimates).median(dim=0).values
+            column, sign = hashed(row, seed, columns, start + first, start + last)
+            estimates.append(torch.from_numpy(cells[row][column.numpy()].astype(np.float32)) * sign)
+        out[first:last] = torch.stack(estimates).median(dim=0).values
     return out

@@ -1,0 +1,31 @@
+// Estimates of a count-sketch (docs/wire-format.md, codec 6).
+#pragma once
+
+#include "kernels.h"
+
+namespace gradwire {
+
+constexpr int kMostSketchRows = 7;
+
+// The cells as they stand in a frame: at any address, fp32 or fp16, row by row.
+struct SketchTable {
+    const uint8_t* cells;
+    bool half;
+    int rows;  // 1, 3, 5 or 7
+    uint32_t columns;  // up to 2^23
+    uint64_t seed;
+};
+
+// Writes the estimates of the entries first … first + n - 1.
+struct SketchKernels {
+    void (*estimates)(const SketchTable& table, uint64_t first, size_t n, float* out);
+};
+
+extern const SketchKernels portable_sketch;
+#ifdef GRADWIRE_X86
+extern const SketchKernels avx2_sketch, avx512_sketch;
+#endif
+
+void sketch_estimates(const SketchTable& table, uint64_t first, size_t n, float* out, int threads);
+
+}  // namespace gradwire

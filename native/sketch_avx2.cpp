@@ -1,0 +1,8 @@
+// The loops of count-sketches with AVX2.
+#ifdef GRADWIRE_X86
+#include "sketch_loops.h"
+
+namespace gradwire {
+const SketchKernels avx2_sketch = {sketch_estimates_any};
+}  // namespace gradwire
+#endif

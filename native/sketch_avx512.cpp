@@ -1,0 +1,8 @@
+// The loops of count-sketches with AVX-512.
+#ifdef GRADWIRE_X86
+#include "sketch_loops.h"
+
+namespace gradwire {
+const SketchKernels avx512_sketch = {sketch_estimates_any};
+}  // namespace gradwire
+#endif
