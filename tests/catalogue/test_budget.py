@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import nn
 
 import gradwire
 from gradwire import GradwireError
@@ -118,6 +121,32 @@ def test_impossible_budgets_name_the_least():
             gradwire.allocate(wrong, 10**6)
     with pytest.raises(GradwireError, match="floor"):
         gradwire.allocate(GRADIENTS, 10**6, floor=0)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "options", "message"),
+    [
+        (nn.Linear(3, 3), {"budget": 100}, r"not Linear: pass \{n: p\.grad for n, p in model\.named_parameters\(\)"),
+        ([torch.ones(3)], {"budget": 100}, "not list"),
+        ({0: torch.ones(3)}, {"budget": 100}, "strings, not 0"),
+        ({"a": torch.ones(3)}, {"budget": "5kB"}, "a number of bytes, such as 5000, not '5kB'"),
+        ({"a": torch.ones(3)}, {"budget": None}, "not None"),
+        ({"a": torch.ones(3)}, {"budget": math.nan}, "not nan"),
+        ({"a": torch.ones(3)}, {"budget": 100, "floor": "much"}, "bits an entry"),
+        ({"a": torch.ones(3)}, {"budget": 100, "decay": None}, "from 0 to 1"),
+        ({"a": torch.ones(3).to_sparse()}, {"budget": 100}, "'a' is sparse"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_words(gradients, options, message):
+    with pytest.raises(GradwireError, match=message):
+        gradwire.allocate(gradients, **options)
+
+
+def test_complex_gradients_share_the_budget():
+    weight = torch.randn(40, 60, dtype=torch.complex64)
+    spec = gradwire.allocate({"a": weight, "b": torch.randn(3, dtype=torch.complex64)}, 4000)
+    assert set(spec) == {"a", "b"}
+    assert len(gradwire.codec(spec["a"]).encode(torch.view_as_real(weight))) <= 4000
 
 
 def test_zeros_and_riches():

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gradwire
@@ -75,12 +75,12 @@ def test_golomb_is_the_documented_code(chosen: list[int], b: int) -> None:
             coded = kernels.golomb_encode(gaps, b)
             assert coded == bytes_of(string)
             assert kernels.golomb_bits(gaps, b) == len(string)
-            found, used = kernels.golomb_decode(memoryview(coded + b"\xff\x00"), len(chosen), b, 601)
-            assert found.tolist() == chosen and used == len(coded)
+            found, end = kernels.golomb_positions(memoryview(coded + b"\xff\x00"), 0, len(chosen), b, 601, -1)
+            assert found.tolist() == chosen and end == len(string)
             with pytest.raises(FrameError):
-                kernels.golomb_decode(memoryview(coded), len(chosen), b, chosen[-1])
+                kernels.golomb_positions(memoryview(coded), 0, len(chosen), b, chosen[-1], -1)
             with pytest.raises(FrameError):
-                kernels.golomb_decode(memoryview(coded[:-1]), len(chosen), b, 601)
+                kernels.golomb_positions(memoryview(coded[:-1]), 0, len(chosen), b, 601, -1)
 
 
 @given(chosen_of)
@@ -99,14 +99,15 @@ def test_long_codes(backend: str, b: int) -> None:
     gaps = np.array([0, 1, (1 << b) - 1, 55 << b, 0, 57 << b, 200 << b, 3] * 3 if b < 40 else [3, top - 10, 1])
     chosen = np.cumsum(gaps + 1) - 1
     coded = kernels.golomb_encode(gaps, b)
-    found, used = kernels.golomb_decode(memoryview(coded), len(gaps), b, int(chosen[-1]) + 1)
-    assert found.tolist() == chosen.tolist() and used == len(coded)
+    found, end = kernels.golomb_positions(memoryview(coded), 0, len(gaps), b, int(chosen[-1]) + 1, -1)
+    assert found.tolist() == chosen.tolist() and -(-end // 8) == len(coded)
 
 
 # ── classes ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**48 - 1)), min_size=1, max_size=60), st.integers(0, 2))
+@example([2**48 - 1], 1)
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**42)), min_size=1, max_size=60), st.integers(0, 2))
 def test_classes_are_the_documented_ones(gaps: list[int], m: int) -> None:
     array = np.array(gaps, dtype=np.int64)
     plain = [plain_class(g, m) for g in gaps]
@@ -116,11 +117,13 @@ def test_classes_are_the_documented_ones(gaps: list[int], m: int) -> None:
             assert classes.tolist() == [c for c, _ in plain] == [positions.class_of(g, m) for g in gaps]
             assert low == bytes_of("".join(open_ for _, open_ in plain))
             assert kernels.gap_counts(array, m).tolist() == np.bincount(classes, minlength=256).tolist()
-            assert kernels.gap_tails(classes, m, memoryview(low)).tolist() == gaps
-            for damaged in (low + b"\0", low[:-1]):
-                if len(damaged) != len(low):
+            for gap, one, (_, open_) in zip(gaps, classes, plain, strict=True):
+                tail = memoryview(bytes_of("1" + open_))  # behind another bit
+                found, end = kernels.class_positions(one[None], m, tail, 1, 2**48, -1)
+                assert found.tolist() == [gap] and end == 1 + len(open_)
+                if len(tail) > 1:
                     with pytest.raises(FrameError):
-                        kernels.gap_tails(classes, m, memoryview(damaged))
+                        kernels.class_positions(one[None], m, tail[:-1], 1, 2**48, -1)
 
 
 @given(chosen_of, st.sampled_from(positions.WAYS), st.sampled_from([601, 10**9, 2**48 - 1]))
@@ -151,11 +154,26 @@ def test_beyond_32_bits(backend: str) -> None:
         assert positions.read(Reader(memoryview(coded)), kind, len(chosen), 2**47).tolist() == chosen.tolist()
 
 
+@pytest.mark.parametrize("way", ["golomb", "rans"])
+@pytest.mark.parametrize("size", [1, 7, 8, 1000])
+def test_positions_come_in_parts_of_any_size(backend: str, way: str, size: int) -> None:
+    chosen = np.flatnonzero(np.random.default_rng(1).random(900) < 0.3)
+    kind, coded = positions.encode(chosen, 900, way)
+    found = positions.open_positions(Reader(memoryview(coded + b"more")), kind, len(chosen), 900)
+    for _ in range(2):  # as often as they are asked for
+        parts = list(found.parts(size))
+        assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+        assert np.concatenate(parts).tolist() == chosen.tolist()
+    assert found.end == len(coded)
+    again = positions.open_positions(Reader(memoryview(coded + b"more")), kind, len(chosen), 900)
+    assert again.end == len(coded)  # without having decoded them before
+
+
 def test_sums_of_gaps_that_overflow(backend: str) -> None:
-    gaps = np.full(70_000, 2**48 - 1, dtype=np.int64)
+    classes, low = np.full(70_000, 48, dtype=np.uint8), memoryview(b"\xff" * (47 * 70_000 // 8))  # gaps of 2⁴⁸ − 1
     for limit in (2**48 - 1, 2**48):
         with pytest.raises(FrameError):
-            kernels.join_gaps(gaps, limit)
+            kernels.class_positions(classes, 0, low, 0, limit, -1)
 
 
 def test_clusters_are_shorter_as_classes(backend: str) -> None:

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
+from gradwire.convert.level_buckets import make_buckets
 from gradwire.convert.level_numbers import round_outward
-from gradwire.convert.levels import EVEN, EXPLICIT, SYMMETRIC, level_values, make_buckets
+from gradwire.convert.levels import EVEN, EXPLICIT, SYMMETRIC, level_values
 from gradwire.kernels import reference
 from support.cases import for_each
 from support.helpers import (

@@ -14,6 +14,7 @@ import glob
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from gradwire.codecs import CONVERTIBLE, Codec
 from gradwire.convert.grid_fit import SIDE
 from gradwire.convert.grid_search import SHIFTS, Curve
 from gradwire.convert.minifloat import round_step
+from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import GradwireError
 
 LEAST_RATE, MOST_RATE = 0.001, 8.0
@@ -66,6 +68,7 @@ def allocate(
     Layers in which a bit buys little may get next to nothing; `floor` is the rate, in bits an entry, of which none
     gets less. What is left of the budget beyond a rate of 8 is not used.
     """
+    _check_arguments(gradients, budget, floor, decay)
     if not LEAST_RATE <= floor <= MOST_RATE:
         raise GradwireError(f"floor is a rate from {LEAST_RATE} to {MOST_RATE:g} bits an entry, not {floor}")
     if gradients and all(name.startswith("module.") for name in gradients):  # as DDP's own named_parameters have it
@@ -95,6 +98,24 @@ def allocate(
     }
 
 
+def _check_arguments(gradients: object, budget: object, floor: object, decay: object) -> None:
+    if not isinstance(gradients, Mapping):
+        raise GradwireError(
+            f"allocate takes gradients by parameter name, not {type(gradients).__name__}: pass "
+            "{n: p.grad for n, p in model.named_parameters() if p.requires_grad} after a backward pass"
+        )
+    unnamed = [name for name in gradients if not isinstance(name, str)]
+    if unnamed:
+        raise GradwireError(f"gradients are by the names of their parameters, which are strings, not {unnamed[0]!r}")
+    for argument, value, example in (
+        ("budget", budget, "a number of bytes, such as 5000"),
+        ("floor", floor, "a rate in bits an entry, such as 0.1"),
+        ("decay", decay, "a number from 0 to 1, such as 0.9"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise GradwireError(f"{argument} is {example}, not {value!r}")
+
+
 def _codec(rate: float, decay: float) -> Codec:
     return recipe(f"ecq:rate={rate},decay={decay}").codec
 
@@ -105,14 +126,17 @@ def _layers(gradients: Mapping[str, torch.Tensor]) -> list[Layer]:
     for name, gradient in gradients.items():
         if gradient is None:
             raise GradwireError(f"{name!r} has no gradient: run a backward pass first, and leave out what is frozen")
-        if not isinstance(gradient, torch.Tensor) or gradient.dtype not in CONVERTIBLE:
+        if not isinstance(gradient, torch.Tensor) or gradient.dtype.to_real() not in CONVERTIBLE:
             raise GradwireError(f"the gradient of {name!r} is not a tensor of a float dtype")
-        if not math.isfinite(kernels.absmax(gradient.detach().reshape(-1).float())):
+        if gradient.layout != torch.strided:
+            raise GradwireError(f"the gradient of {name!r} is sparse: give it the recipe 'none', and leave it out here")
+        entries = as_reals(gradient.detach())
+        if not math.isfinite(kernels.absmax(entries.reshape(-1).float())):
             raise GradwireError(f"the gradient of {name!r} holds a NaN or an infinity: take that of another step")
-        if gradient.numel() < SMALL:
-            small[name] = gradient.detach().reshape(-1).float().cpu()
+        if entries.numel() < SMALL:
+            small[name] = entries.reshape(-1).float().cpu()
         else:
-            layers.append(_layer([name], gradient.detach(), ()))
+            layers.append(_layer([name], entries, ()))
     if small:
         layers.append(_layer(list(small), torch.cat(list(small.values())), tuple(t.numel() for t in small.values())))
     if not layers:

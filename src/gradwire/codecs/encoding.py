@@ -171,7 +171,8 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         raise GradwireError(f"cannot encode layout {tensor.layout}: call .to_dense() first")
     if tensor.dtype not in headers.DTYPES:
-        raise GradwireError(f"cannot encode {tensor.dtype}; supported: {', '.join(map(str, headers.DTYPES))}")
+        hint = ": encode torch.view_as_real(tensor)" if tensor.is_complex() else ""
+        raise GradwireError(f"cannot encode {tensor.dtype}{hint}; supported: {', '.join(map(str, headers.DTYPES))}")
     if tensor.dim() > headers.MAX_RANK:
         raise GradwireError(f"a frame holds at most {headers.MAX_RANK} dimensions, not {tensor.dim()}: flatten first")
     if tensor.device.type == "meta":

@@ -11,7 +11,7 @@ from gradwire.compress.constant import read_constant
 from gradwire.compress.precision import COARSE, LARGE, SMALL_ALPHABET, TOLERANCE, finest_precision
 from gradwire.compress.raw import raw_width
 from gradwire.compress.symbols import decode, encode, read_head
-from gradwire.models.symbol_statistics import Alphabet, SymbolStatistics
+from gradwire.models.symbol_statistics import Alphabet, AnyAlphabet, SymbolStatistics
 
 __all__ = [
     "COARSE",
@@ -24,6 +24,7 @@ __all__ = [
     "SMALL_ALPHABET",
     "TOLERANCE",
     "Alphabet",
+    "AnyAlphabet",
     "Coder",
     "Coding",
     "SymbolStatistics",

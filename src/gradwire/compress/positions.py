@@ -8,9 +8,12 @@ the class leaves open, follow as they are.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from gradwire import kernels
 from gradwire.compress import golomb, symbols
@@ -25,6 +28,7 @@ from gradwire.models.symbol_statistics import Alphabet, SymbolStatistics
 GOLOMB, CLASSES = 0, 1
 WAYS = ("auto", "golomb", "rans")
 FINEST = 2  # the largest m: 2ᵐ classes an octave
+PART = 1 << 13  # positions that are decoded at a time where there are many
 MANY = 1 << 16  # from this number of gaps on, a part of them decides whether classes are tried at all
 CLEARLY = 0.995  # classes are worth their time if they take less than this part of the bits of Golomb–Rice
 
@@ -123,22 +127,120 @@ def _entropy_bits(counts: np.ndarray) -> float:
     return float(used @ np.log2(used.sum() / used))
 
 
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────
+
+
 def read(reader: Reader, way: int, count: int, elements: int) -> np.ndarray:
     """Take `count` positions below `elements` off the reader."""
-    if way == GOLOMB:
-        b = reader.byte()
-        if b > golomb.LARGEST:
-            raise FrameError("invalid parameter of a Golomb code")
-        found, used = kernels.golomb_decode(reader.data[reader.position :], count, b, elements)
-        reader.take(used)
-        return found
-    if way != CLASSES:
+    coded = open_positions(reader, way, count, elements)
+    (found,) = coded.parts(count)
+    reader.position = coded.end
+    return found
+
+
+def open_positions(reader: Reader, way: int, count: int, elements: int) -> CodedPositions:
+    """Return the positions at which the reader stands, without decoding them yet; the reader stays where it is."""
+    if way not in (GOLOMB, CLASSES):
         raise FrameError(f"unknown code of positions {way}")
-    m = reader.byte()
-    if m > FINEST:
-        raise FrameError("invalid classes of gaps")
-    coded = Reader(reader.take(reader.varint(len(reader.data))))
-    classes_in_use = alphabet(count, elements, m)
-    classes = symbols.decode(coded, classes_in_use, count, symbols.read_head(coded, classes_in_use))
-    low = _open_bits(np.bincount(classes), m)
-    return kernels.join_gaps(kernels.gap_tails(classes, m, reader.take(-(-low // 8))), elements)
+    return (GolombPositions, ClassPositions)[way](reader, count, elements)
+
+
+class CodedPositions(ABC):
+    """Positions in a frame, which are decoded part by part, as often as they are asked for.
+
+    A frame of few bytes may have as many positions as its tensor has entries. Eight bytes for each of them would be
+    more than the tensor takes.
+    """
+
+    def __init__(self, reader: Reader, count: int, elements: int):
+        self.count, self.elements = count, elements
+        self._data, self._start = reader.data, reader.position
+
+    @property
+    @abstractmethod
+    def end(self) -> int:
+        """Where the bytes behind the positions begin. If nothing else says so, all positions are decoded to see."""
+
+    def parts(self, size: int) -> Iterator[np.ndarray]:
+        """Yield all positions in ascending order, up to `size` at a time; FrameError if they are damaged."""
+        at, before = 0, -1
+        for start in range(0, self.count, size):
+            found, at = self._decode(slice(start, min(self.count, start + size)), at, before)
+            before = int(found[-1])
+            yield found
+        self._finish(at)
+
+    @abstractmethod
+    def _decode(self, part: slice, at: int, before: int) -> tuple[np.ndarray, int]:
+        """Return this part of the positions, behind the position `before`, from bit `at` on; and where they end."""
+
+    @abstractmethod
+    def _finish(self, at: int) -> None:
+        """Take note that the last position ends at bit `at`; FrameError if that cannot be."""
+
+
+class GolombPositions(CodedPositions):
+    """Positions in the Golomb–Rice code, whose length is not written anywhere."""
+
+    def __init__(self, reader: Reader, count: int, elements: int):
+        super().__init__(reader, count, elements)
+        front = Reader(reader.data, reader.position)
+        self._b = front.byte()
+        self._codes, self._codes_at = front.data[front.position :], front.position
+        self._end: int | None = None
+        if self._b > golomb.LARGEST:
+            raise FrameError("invalid parameter of a Golomb code")
+        if count * (self._b + 1) > 8 * len(self._codes):
+            raise FrameError("coded positions are cut short")
+
+    @property
+    def end(self) -> int:
+        """Where the bytes behind the positions begin."""
+        if self._end is None:
+            for _ in self.parts(PART):
+                pass
+        assert self._end is not None
+        return self._end
+
+    def _decode(self, part: slice, at: int, before: int) -> tuple[np.ndarray, int]:
+        count = part.stop - part.start
+        return kernels.golomb_positions(self._codes, at, count, self._b, self.elements, before)
+
+    def _finish(self, at: int) -> None:
+        _check_padding(self._codes, at)
+        self._end = self._codes_at + -(-at // 8)
+
+
+class ClassPositions(CodedPositions):
+    """Positions as classes of gaps, which take a byte each here, and their low bits."""
+
+    def __init__(self, reader: Reader, count: int, elements: int):
+        super().__init__(reader, count, elements)
+        front = Reader(reader.data, reader.position)
+        self._m = front.byte()
+        if self._m > FINEST:
+            raise FrameError("invalid classes of gaps")
+        coded = Reader(front.take(front.varint(len(front.data))))
+        classes_in_use = alphabet(count, elements, self._m)
+        self._classes = symbols.decode(coded, classes_in_use, count, symbols.read_head(coded, classes_in_use))
+        counts = kernels.histogram(torch.from_numpy(self._classes), 256)
+        low_bits = _open_bits(counts, self._m)
+        self._low = front.take(-(-low_bits // 8))
+        self._end = front.position
+
+    @property
+    def end(self) -> int:
+        """Where the bytes behind the positions begin."""
+        return self._end
+
+    def _decode(self, part: slice, at: int, before: int) -> tuple[np.ndarray, int]:
+        return kernels.class_positions(self._classes[part], self._m, self._low, at, self.elements, before)
+
+    def _finish(self, at: int) -> None:
+        _check_padding(self._low, at)
+
+
+def _check_padding(data: memoryview, at: int) -> None:
+    """Raise FrameError if anything but zeros follows the last bit in its byte."""
+    if at & 7 and data[at >> 3] >> (at & 7):
+        raise FrameError("damaged padding of positions")

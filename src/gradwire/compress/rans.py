@@ -44,7 +44,7 @@ def head(lane_bits: int, chunk_lengths: list[int]) -> bytes:
     return bytes([lane_bits | SEVERAL]) + varint(len(chunk_lengths)) + lengths
 
 
-def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]:
+def read_head(data: memoryview, count: int) -> tuple[int, np.ndarray, memoryview]:
     """Return (log2 of the number of lanes, the length of every chunk in bytes, the chunks); FrameError if invalid."""
     reader = Reader(data)
     byte = reader.byte()
@@ -55,12 +55,13 @@ def read_head(data: memoryview, count: int) -> tuple[int, list[int], memoryview]
         raise FrameError("invalid rans layout")
     if kernels.chunk_size(count, chunks) * (chunks - 1) >= count:
         raise FrameError("invalid rans layout")
-    lengths = struct.unpack(f"<{chunks - 1}I", reader.take(4 * (chunks - 1)))
+    lengths = np.empty(chunks, dtype=np.int64)
+    lengths[:-1] = np.frombuffer(reader.take(4 * (chunks - 1)), dtype="<u4")
     body = reader.rest()
-    last = len(body) - sum(lengths)
-    if last < 0:
+    lengths[-1] = len(body) - int(lengths[:-1].sum())
+    if lengths[-1] < 0:
         raise FrameError("rans chunks are longer than the frame")
-    return lane_bits, [*lengths, last], body
+    return lane_bits, lengths, body
 
 
 def encode(

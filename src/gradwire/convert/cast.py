@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.convert.conversion import Conversion, Converter, combine, limit_to, require_finite
+from gradwire.convert.blocks import combine, wide_blocks
+from gradwire.convert.conversion import Conversion, Converter, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.headers import CAST, DTYPES, Header
 
@@ -43,7 +44,8 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     always_stored = not count or not header.dtype.is_floating_point
     if target not in TARGETS or len(payload) != 1 + 2 * count or always_stored:
         raise FrameError("damaged cast frame")
-    # Copied, since the payload may start at an odd address,
-    # and limited once more: bf16 rounds the largest numbers of fp16 beyond its range.
-    sent = torch.from_numpy(payload[1:].copy()).view(target).float()
-    combine(limit_to(sent, header.dtype), out, weight, accumulate)
+    for part in wide_blocks(count):
+        # Copied, since the payload may start at an odd address,
+        # and limited once more: bf16 rounds the largest numbers of fp16 beyond its range.
+        sent = torch.from_numpy(payload[1 + 2 * part.start : 1 + 2 * part.stop].copy()).view(target).float()
+        combine(limit_to(sent, header.dtype), out[part], weight, accumulate)

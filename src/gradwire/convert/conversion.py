@@ -117,14 +117,3 @@ def limit_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert fp32 numbers to another dtype; those beyond its finite range become ± its largest number."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return x.clamp(-limit, limit).to(dtype)
-
-
-def combine(values: torch.Tensor, out: torch.Tensor, weight: float, accumulate: bool) -> None:
-    """Write weight·values to `out`, or add it, wherever `out` is."""
-    values = values.to(out.device)
-    if weight != 1:
-        values = values.to(out.dtype) * weight
-    if accumulate:
-        out += values
-    else:
-        out.copy_(values)

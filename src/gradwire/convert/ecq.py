@@ -17,11 +17,13 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.compress import rans
-from gradwire.convert.conversion import Conversion, Converter, combine, in_host_memory, limit_to
+from gradwire.convert.blocks import blocks, combine
+from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.grid_fit import GridFit, Target, choose
 from gradwire.convert.grid_search import MeasuredGrid
-from gradwire.convert.minifloat import read_segments, read_step, round_step, write
+from gradwire.convert.minifloat import round_step, write
 from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
+from gradwire.convert.segments import Segments, read_step
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
 from gradwire.frame.headers import GRID, SEGMENTED, Header
@@ -252,37 +254,35 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         raise FrameError("grid frame of a dtype or size that is always stored")
     largest, offsets = read_points(reader)
     alphabet = compress.Alphabet(2 * largest + 1, largest)
-    segmented = bool(header.flags & SEGMENTED)
-    segments = read_segments(reader, count) if segmented else [(count, read_step(reader))]
+    segments = Segments(reader, count) if header.flags & SEGMENTED else None
+    points = Points(1.0 if segments else read_step(reader), offsets, header.dtype)
     length = reader.varint(len(reader.data))
     if length > len(reader.data) - reader.position:
         raise FrameError("frame is cut short")
     end = len(reader.data) - length
     symbols_reader = Reader(reader.data[:end], reader.position)
-    positions, multiples = read_outliers(reader.data[end:], count, largest)
-    points = Points(segments[0][1], offsets, header.dtype)
-    steps = _Steps(segments) if segmented else None
-    _decode_symbols(header, symbols_reader, alphabet, points, steps, out, weight, accumulate)
-    if len(positions):
-        where = torch.from_numpy(positions)
-        values = points.of(torch.from_numpy(multiples), steps.at(where) if steps else None)
-        kernels.add_at(out, where, values if weight == 1 else values.to(out.dtype) * weight)
+    _decode_symbols(header, symbols_reader, alphabet, points, segments, out, weight, accumulate)
+    # The outliers come last, when there are no symbols any more: both would take more memory than is promised.
+    outliers = read_outliers(reader.data[end:], count, largest)
+    if segments is None:
+        for part in blocks(len(outliers[0])):
+            _add_outliers(outliers, part, 0, points, None, out, weight)
+        return
+    for entries, steps in segments.steps():
+        first, last = np.searchsorted(outliers[0], (entries.start, entries.stop))
+        _add_outliers(outliers, slice(int(first), int(last)), entries.start, points, steps, out[entries], weight)
 
 
-class _Steps:
-    """The step of each entry of a segmented tensor."""
-
-    def __init__(self, segments: list[tuple[int, float]]):
-        lengths, steps = zip(*segments, strict=True)
-        self.lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        self.ends = self.lengths.cumsum(0)
-        self.steps = torch.tensor(steps, dtype=torch.float32, device="cpu")
-
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.steps[torch.searchsorted(self.ends, positions, right=True)]
-
-    def all(self) -> torch.Tensor:
-        return self.steps.repeat_interleave(self.lengths)
+def _add_outliers(
+    outliers: Outliers, part: slice, start: int, points: Points, steps: torch.Tensor | None, out: torch.Tensor,
+    weight: float,
+) -> None:  # fmt: skip
+    """Add a part of the outliers to `out`, which begins at the entry `start`; so do `steps`, if every entry has one."""
+    if part.start == part.stop:
+        return
+    positions, multiples = torch.from_numpy(outliers[0][part] - start), torch.from_numpy(outliers[1][part])
+    values = points.of(multiples, None if steps is None else steps[positions])
+    kernels.add_at(out, positions, values if weight == 1 else values.to(out.dtype) * weight)
 
 
 def read_points(reader: Reader) -> tuple[int, tuple[int, ...]]:
@@ -294,14 +294,16 @@ def read_points(reader: Reader) -> tuple[int, tuple[int, ...]]:
 
 
 def _decode_symbols(
-    header: Header, reader: Reader, alphabet: compress.Alphabet, points: Points, steps: _Steps | None,
-    out: torch.Tensor, weight: float, accumulate: bool,
+    header: Header, reader: Reader, alphabet: compress.Alphabet, points: Points,
+    segments: Segments | None, out: torch.Tensor, weight: float, accumulate: bool,
 ) -> None:  # fmt: skip
     """Decode all entries but the outliers, for which zero is written or added."""
     count, coding = header.elements, compress.read_head(reader, alphabet)
-    if steps is not None:
-        multiples = torch.from_numpy(compress.decode(reader, alphabet, count, coding)).int() - alphabet.zero_symbol
-        combine(points.of(multiples, steps.all()), out, weight, accumulate)
+    if segments is not None:
+        symbols = torch.from_numpy(compress.decode(reader, alphabet, count, coding))
+        for part, steps in segments.steps():
+            multiples = symbols[part].int() - alphabet.zero_symbol
+            combine(points.of(multiples, steps), out[part], weight, accumulate)
         return
     values = table(points, alphabet.zero_symbol)
     values = values if weight == 1 else values * weight
@@ -318,4 +320,5 @@ def _decode_symbols(
             return
         reader.position = position
     symbols = torch.from_numpy(compress.decode(reader, alphabet, count, coding))
-    combine(kernels.dequantize(symbols, values), out, 1, accumulate)
+    for part in blocks(count):
+        combine(kernels.dequantize(symbols[part], values), out[part], 1, accumulate)

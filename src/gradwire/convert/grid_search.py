@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire import kernels
-from gradwire.convert.minifloat import LARGEST_STEP, SMALLEST_STEP, round_step
+from gradwire.convert.minifloat import round_step
+from gradwire.convert.segments import LARGEST_STEP, SMALLEST_STEP
 
 SHIFTS = tuple(s / 16 for s in range(8, 1, -1))  # ½ rounds to nearest; a smaller one makes the cell of zero wider
 FIRST = 2  # the shift with which the search begins: 6/16

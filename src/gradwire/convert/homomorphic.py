@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from gradwire import kernels
+from gradwire.convert.blocks import combine, wide_blocks
 from gradwire.convert.conversion import (
     Conversion,
     Converter,
     NonFinite,
-    combine,
     in_host_memory,
     limit_to,
     require_finite,
@@ -31,6 +32,7 @@ from gradwire.homomorphic.grid import BITS, Grid, by_largest, by_rms, exponent_o
 from gradwire.homomorphic.plan import INDEXES, LANES, MOST_CELLS, MOST_WORDS, Plan, choose
 
 WHOLE = 4096  # tensors with fewer entries are sent whole
+SMALL_SKETCH = 1 << 14  # words of index and sketch that are accepted even if the tensor has fewer
 TRIES = 8  # so many seeds are tried before the sketch grows
 
 
@@ -129,6 +131,8 @@ def read_side(reader: Reader, header: Header) -> tuple[Plan, Grid]:
         plan = Plan(words, LANES[lanes], INDEXES[index], index_words, probes, segments, log, seed)
     except GradwireError as error:
         raise FrameError(str(error)) from None
+    if plan.index != "dense" and plan.total_words > max(plan.words, SMALL_SKETCH):
+        raise FrameError("index and sketch are longer than the words themselves, which are then sent as they are")
     return plan, Grid(step, 2 ** (BITS[bits] - 1) - 1, BITS[bits])
 
 
@@ -139,14 +143,45 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     body = reader.rest()
     if len(body) != 4 * plan.total_words:
         raise FrameError("wrong length of index and sketch")
-    words = torch.from_numpy(np.frombuffer(body, dtype="<i4").astype(np.int32))
-    index, sketch = words[: plan.index_words], words[plan.index_words :]
+    if plan.index == "dense":
+        for part in _parts(plan, grid):
+            words = torch.from_numpy(np.frombuffer(body[4 * part.start : 4 * part.stop], dtype="<i4").astype(np.int32))
+            here = torch.arange(part.stop - part.start, dtype=torch.int64, device="cpu")
+            _put_words(header, here, words, part, grid, out, weight, accumulate)
+        return
+    positions, words = _peeled(plan, np.frombuffer(body, dtype="<i4").astype(np.int32))
+    for part in _parts(plan, grid):
+        first, last = np.searchsorted(positions.numpy(), (part.start, part.stop))
+        here = positions[first:last] - part.start
+        _put_words(header, here, words[first:last], part, grid, out, weight, accumulate)
+
+
+def _parts(plan: Plan, grid: Grid) -> Iterator[slice]:
+    """Yield parts of a message, in words, whose entries are a block."""
+    fields = 32 // grid.bits
+    for block in wide_blocks(plan.words * fields):
+        yield slice(block.start // fields, -(-block.stop // fields))
+
+
+def _peeled(plan: Plan, data: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions and values of the words that are not zero, of an index and the sketch behind it."""
+    index, sketch = torch.from_numpy(data).split([plan.index_words, plan.sketch_words])
     # No more blocks than there are cells can be peeled. This check keeps a short frame from taking much memory.
-    if plan.index != "dense" and kernels.count_bits(code.candidates(plan, index)) >= plan.cells + 32:
+    if kernels.count_bits(code.candidates(plan, index)) >= plan.cells + 32:
         raise FrameError("a sketch that cannot be peeled: its index has more blocks than there are cells")
     decoded = code.decode(plan, index, sketch)
     if len(decoded.left) or not decoded.consistent:
         raise FrameError("a sketch that cannot be peeled, or says more than its index")
-    values = torch.zeros(header.elements, dtype=torch.float32, device="cpu")
-    kernels.put_words(values, decoded.positions, decoded.values, grid.bits, grid.step)
-    combine(limit_to(values, header.dtype).float(), out, weight, accumulate)
+    return decoded.positions, decoded.values
+
+
+def _put_words(
+    header: Header, positions: torch.Tensor, words: torch.Tensor, part: slice, grid: Grid, out: torch.Tensor,
+    weight: float, accumulate: bool,
+) -> None:  # fmt: skip
+    """Write, or add, the entries of a part of the message: of these words, at positions within it, and zeros."""
+    fields = 32 // grid.bits
+    entries = slice(part.start * fields, min(header.elements, part.stop * fields))
+    values = torch.zeros(entries.stop - entries.start, dtype=torch.float32, device="cpu")
+    kernels.put_words(values, positions, words, grid.bits, grid.step)
+    combine(limit_to(values, header.dtype).float(), out[entries], weight, accumulate)

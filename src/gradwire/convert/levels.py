@@ -8,13 +8,13 @@ assigned to levels, and symbols are coded.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gradwire import compress, kernels
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to, require_finite
+from gradwire.convert.level_buckets import CodedBuckets, cut, make_buckets
 from gradwire.convert.level_numbers import LARGEST, PRECISIONS, pack_numbers, read_numbers, round_outward, round_to
 from gradwire.errors import FrameError, SpecError
 from gradwire.frame.byte_fields import Reader, varint
@@ -22,41 +22,6 @@ from gradwire.frame.headers import LEVELS, SEGMENTED, Header
 
 EXPLICIT, EVEN, SYMMETRIC = 0, 1, 2
 MOST_LEVELS = 255
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """How a tensor is cut into buckets."""
-
-    bucket: int  # entries in a bucket; 0 if every segment is one bucket
-    segments: tuple[int, ...]  # their lengths
-    starts: np.ndarray  # the index at which each bucket starts, and at the end the number of entries
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """The number of entries of each bucket."""
-        return np.diff(self.starts)
-
-
-def make_buckets(count: int, segments: tuple[int, ...], bucket: int, levels: int) -> Buckets:
-    """Cut a tensor into buckets that restart at each segment.
-
-    Segments with less than two entries a level share a bucket with the next one.
-    """
-    joined: list[int] = []
-    for length in segments or (count,):
-        if joined and (length < 2 * levels or joined[-1] < 2 * levels):
-            joined[-1] += length
-        else:
-            joined.append(length)
-    return cut(tuple(joined), bucket if bucket < max(joined) else 0)
-
-
-def cut(segments: tuple[int, ...], bucket: int) -> Buckets:
-    """Return buckets of `bucket` entries (0: as large as their segment) that restart at each of these segments."""
-    ends = np.cumsum(segments)
-    pieces = [np.arange(end - n, end, bucket or n) for n, end in zip(segments, ends, strict=True)]
-    return Buckets(bucket, segments, np.append(np.concatenate(pieces), ends[-1]).astype(np.int64))
 
 
 def widths(kind: int, levels: int) -> int:
@@ -166,22 +131,24 @@ def choose(alphabet: compress.Alphabet, counts: np.ndarray, total: int, coder: s
     return min(codings, key=lambda coding: coding.expected_bits + coding.coder.fixed_bits)
 
 
-def read_side(reader: Reader, header: Header) -> tuple[Buckets, int, int, torch.dtype]:
+def read_side(reader: Reader, header: Header) -> tuple[CodedBuckets, int, int, torch.dtype]:
     """Read (buckets, number of levels, kind, precision) at the front of a payload."""
-    count = header.elements
-    bucket, levels, table = reader.varint(count), reader.byte(), reader.byte()
+    bucket, levels, table = reader.varint(header.elements), reader.byte(), reader.byte()
     kind, precision = table & 3, table >> 2
     if not 2 <= levels <= MOST_LEVELS or kind > SYMMETRIC or precision >= len(PRECISIONS_ON_WIRE):
         raise FrameError("invalid table of levels")
-    segments: tuple[int, ...] = (count,)
-    if header.flags & SEGMENTED:
-        number = reader.varint(len(reader.data))
-        segments = tuple(reader.varint(count) for _ in range(number))
-        if sum(segments) != count or (number > 1 and min(segments) < 2 * levels):
-            raise FrameError("segments do not add up to the tensor, or are too small")
-    if bucket and not 2 * levels <= bucket < max(segments):
-        raise FrameError("invalid size of buckets")
-    return cut(segments, bucket), levels, kind, PRECISIONS_ON_WIRE[precision]
+    segments = reader if header.flags & SEGMENTED else None
+    return CodedBuckets(header.elements, bucket, levels, segments), levels, kind, PRECISIONS_ON_WIRE[precision]
+
+
+def read_values(
+    numbers: Reader, starts: np.ndarray, levels: int, kind: int, precision: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read what each symbol stands for in the next buckets, which start and end there."""
+    table = read_numbers(numbers, np.diff(starts), widths(kind, levels), precision)
+    if kind == SYMMETRIC and (table < 0).any():
+        raise FrameError("negative level")
+    return level_values(table, kind, levels, dtype)
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
@@ -190,12 +157,12 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         raise FrameError("levels frame of a dtype or size that is always stored")
     reader = Reader(memoryview(payload))
     buckets, levels, kind, precision = read_side(reader, header)
-    numbers = read_numbers(reader, buckets.sizes, widths(kind, levels), precision)
-    if kind == SYMMETRIC and (numbers < 0).any():
-        raise FrameError("negative level")
-    values = level_values(numbers, kind, levels, header.dtype)
-    if weight != 1:
-        values = values * weight
+    numbers = Reader(reader.take(buckets.numbers(widths(kind, levels)) * precision.itemsize))
     alphabet = compress.Alphabet(levels, levels // 2)
     symbols = compress.decode(reader, alphabet, header.elements, compress.read_head(reader, alphabet))
-    kernels.spread_levels(symbols, values, buckets.starts, out, accumulate)
+    for starts in buckets.groups():
+        values = read_values(numbers, starts, levels, kind, precision, header.dtype)
+        if weight != 1:
+            values = values * weight
+        first, last = starts[0], starts[-1]
+        kernels.spread_levels(symbols[first:last], values, starts - first, out[first:last], accumulate)

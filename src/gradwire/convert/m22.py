@@ -20,7 +20,8 @@ import torch
 
 from gradwire.convert import magnitudes
 from gradwire.convert.conversion import Conversion, in_host_memory, limit_to
-from gradwire.convert.sparse import MAGNITUDES, Sparse
+from gradwire.convert.sparse import Sparse
+from gradwire.convert.sparse_values import MAGNITUDES
 from gradwire.errors import SpecError
 from gradwire.models import gennorm_moments, weighted_lloyd
 

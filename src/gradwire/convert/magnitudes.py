@@ -30,19 +30,10 @@ def encode(values: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -
     left = torch.empty_like(values)
     starts = np.array([0, values.numel()], dtype=np.int64)
     symbols, counts = kernels.assign_levels(values, None, left, 1.0, signed(magnitudes, dtype)[None], starts, None)
-    alphabet = _alphabet(len(magnitudes))
-    coding = choose(alphabet, counts, values.numel(), "auto")
+    in_use = alphabet(len(magnitudes))
+    coding = choose(in_use, counts, values.numel(), "auto")
     table = in_host_memory(magnitudes.view(torch.uint8)).tobytes()
-    return bytes([len(magnitudes)]) + table + compress.encode(in_host_memory(symbols), alphabet, coding), left
-
-
-def decode(data: np.ndarray, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the fp32 values of `count` entries."""
-    reader = Reader(memoryview(data))
-    magnitudes = read_table(reader)
-    alphabet = _alphabet(len(magnitudes))
-    symbols = compress.decode(reader, alphabet, count, compress.read_head(reader, alphabet))
-    return signed(magnitudes, dtype)[torch.from_numpy(symbols).long()]
+    return bytes([len(magnitudes)]) + table + compress.encode(in_host_memory(symbols), in_use, coding), left
 
 
 def read_table(reader: Reader) -> torch.Tensor:
@@ -57,5 +48,6 @@ def read_table(reader: Reader) -> torch.Tensor:
     return magnitudes
 
 
-def _alphabet(magnitudes: int) -> compress.Alphabet:
+def alphabet(magnitudes: int) -> compress.Alphabet:
+    """Return the symbols of this number of magnitudes, of either sign."""
     return compress.Alphabet(2 * magnitudes, magnitudes)

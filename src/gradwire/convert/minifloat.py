@@ -17,7 +17,9 @@ import torch
 
 from gradwire import compress, kernels, models
 from gradwire.compress import rans
-from gradwire.convert.conversion import Conversion, Converter, NonFinite, combine, in_host_memory, limit_to
+from gradwire.convert.blocks import blocks, combine
+from gradwire.convert.conversion import Conversion, Converter, NonFinite, in_host_memory, limit_to
+from gradwire.convert.segments import LARGEST_STEP, SMALLEST_STEP, Segments, read_step
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
 from gradwire.frame.headers import MINIFLOAT, SEGMENTED, Header
@@ -28,7 +30,6 @@ from gradwire.small_float_formats import PRESETS, SPECIALS, Format
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried
 CLEARLY = 0.98  # another step is taken if its squared error is below this part of the model's
-SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**126  # so that 1/step is a normal fp32 number
 
 
 @dataclass(frozen=True)
@@ -268,23 +269,6 @@ def read_format(reader: Reader) -> Format:
         raise FrameError(f"invalid float format: {error}") from None
 
 
-def read_step(reader: Reader) -> float:
-    """Read a step in the allowed range."""
-    step = reader.bfloat16()
-    if not SMALLEST_STEP <= step <= LARGEST_STEP:
-        raise FrameError("invalid step")
-    return step
-
-
-def read_segments(reader: Reader, count: int) -> list[tuple[int, float]]:
-    """Read (length, step) of every segment; the lengths add up to `count`."""
-    number = reader.varint(len(reader.data))
-    segments = [(reader.varint(count), read_step(reader)) for _ in range(number)]
-    if sum(length for length, _ in segments) != count:
-        raise FrameError("segments do not add up to the tensor")
-    return segments
-
-
 def decode_symbols(payload: memoryview, count: int) -> torch.Tensor:
     """Return the symbols of a payload without segments."""
     reader = Reader(payload)
@@ -299,25 +283,20 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if not header.dtype.is_floating_point or not count:
         raise FrameError("minifloat frame of a dtype or size that is always stored")
     fmt = read_format(reader)
-    segmented = bool(header.flags & SEGMENTED)
-    segments = read_segments(reader, count) if segmented else [(count, read_step(reader))]
-    coding = compress.read_head(reader, fmt)
-    if (
-        coding.coder == compress.RANS
-        and not segmented
-        and _decode_fused(header, reader, fmt, segments[0][1], coding, out, weight, accumulate)
-    ):
+    if header.flags & SEGMENTED:
+        _decode_segments(header, reader, fmt, out, weight, accumulate)
         return
-    if coding.coder == compress.CONSTANT and not segmented:
-        value = weighted_values(fmt, segments[0][1], header.dtype, weight)[compress.read_constant(reader, fmt)]
-        combine(value.expand(count), out, 1, accumulate)
+    step = read_step(reader)
+    coding = compress.read_head(reader, fmt)
+    if coding.coder == compress.RANS and _decode_fused(header, reader, fmt, step, coding, out, weight, accumulate):
+        return
+    table = weighted_values(fmt, step, header.dtype, weight)
+    if coding.coder == compress.CONSTANT:
+        combine(table[compress.read_constant(reader, fmt)].expand(count), out, 1, accumulate)
         return
     symbols = torch.from_numpy(compress.decode(reader, fmt, count, coding))
-    if segmented:
-        combine(_segment_values(fmt, symbols, segments, header.dtype), out, weight, accumulate)
-    else:
-        table = weighted_values(fmt, segments[0][1], header.dtype, weight)
-        combine(kernels.dequantize(symbols, table), out, 1, accumulate)
+    for part in blocks(count):
+        combine(kernels.dequantize(symbols[part], table), out[part], 1, accumulate)
 
 
 def decode_onto(header: Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> bool:
@@ -338,15 +317,16 @@ def bound(header: Header, payload: np.ndarray) -> float | None:
     return read_format(reader).largest * read_step(reader)
 
 
-def _segment_values(
-    fmt: Format, symbols: torch.Tensor, segments: list[tuple[int, float]], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the value of each entry, with the step of its own segment."""
-    lengths, steps = zip(*segments, strict=True)
-    levels = kernels.dequantize(symbols, torch.from_numpy(fmt.levels.astype(np.float32)))
-    each = torch.tensor(steps, dtype=torch.float32, device="cpu")
-    exact = levels * each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
-    return limit_to(exact, dtype).float()
+def _decode_segments(
+    header: Header, reader: Reader, fmt: Format, out: torch.Tensor, weight: float, accumulate: bool
+) -> None:
+    """Decode entries with the step of their own segment."""
+    segments = Segments(reader, header.elements)
+    symbols = torch.from_numpy(compress.decode(reader, fmt, header.elements, compress.read_head(reader, fmt)))
+    levels = torch.from_numpy(fmt.levels.astype(np.float32))
+    for part, steps in segments.steps():
+        exact = kernels.dequantize(symbols[part], levels) * steps
+        combine(limit_to(exact, header.dtype).float(), out[part], weight, accumulate)
 
 
 def weighted_values(fmt: Format, step: float, dtype: torch.dtype, weight: float) -> torch.Tensor:

@@ -37,7 +37,9 @@ def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
     count = reader.varint(elements)
     a, b = reader.byte(), reader.byte()
     codes = reader.rest()
-    if not count or a > kernels.GAP_LIMIT or b > kernels.EXCESS_LIMIT or count > 8 * len(codes):
+    # No encoder lists more than this: they would take more memory than their tensor.
+    too_many = count > min(kernels.grid_capacity(elements), 8 * len(codes))
+    if not count or a > kernels.GAP_LIMIT or b > kernels.EXCESS_LIMIT or too_many:
         raise FrameError("invalid outliers")
     return kernels.unpack_outliers(codes, count, elements, largest, a, b)
 

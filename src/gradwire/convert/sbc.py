@@ -11,7 +11,8 @@ import torch
 
 from gradwire import kernels
 from gradwire.convert.conversion import Conversion
-from gradwire.convert.sparse import ONE_VALUE, Sparse, one_value
+from gradwire.convert.sparse import Sparse, one_value
+from gradwire.convert.sparse_values import ONE_VALUE
 
 
 class SBC(Sparse):

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from gradwire import kernels
-from gradwire.convert.conversion import Conversion, Converter, combine, limit_to, require_finite
+from gradwire.convert.blocks import blocks, combine
+from gradwire.convert.conversion import Conversion, Converter, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
 from gradwire.frame.headers import SKETCH, Header
@@ -22,7 +23,9 @@ from gradwire.frame.headers import SKETCH, Header
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
 ROWS = (1, 3, 5, 7)
 MOST_COLUMNS = 1 << 23  # hashes have that many values
+MOST_ENTRIES_PER_CELL = 1 << 20  # that an encoder may choose: ratio goes up to a million
 MASK = (1 << 64) - 1
+DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and bits of the digits of a magnitude, the highest first
 
 
 def largest(estimates: torch.Tensor, kept: int) -> torch.Tensor:
@@ -73,7 +76,7 @@ class CountSketch(Converter):
         exact = kernels.sketch_cells(u, self.rows, columns, seed)
         limit = torch.finfo(torch.float32).max
         cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
-        estimates = kernels.sketch_estimates(cells.float(), conversion.count, seed)
+        estimates = kernels.sketch_estimates(cells.numpy(), conversion.count, seed)
         index = largest(estimates, min(conversion.count, math.ceil(self.p * conversion.count)))
         scale = best_scale(u[index], estimates[index])
         if conversion.memory_out is not None:
@@ -92,25 +95,85 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     count = header.elements
     if not header.dtype.is_floating_point or not count:
         raise FrameError("sketch of a dtype or size that is always stored")
-    reader = Reader(memoryview(payload))
+    cells, kept, scale, seed = read_table(Reader(memoryview(payload)), count)
+    estimates = _Estimates(
+        cells, count, seed, out if out.dtype == torch.float32 and out.is_cpu and not accumulate else None
+    )
+    threshold, ties = _threshold(estimates, kept)
+    factor = torch.tensor(scale, dtype=torch.float32, device="cpu")
+    for part in blocks(count):
+        block = estimates.block(part)
+        magnitudes = _magnitudes(block)
+        keep, equal = magnitudes > threshold, np.flatnonzero(magnitudes == threshold)[:ties]
+        keep[equal] = True
+        ties -= len(equal)
+        values = limit_to(block * factor, header.dtype) + 0  # no −0
+        values[torch.from_numpy(~keep)] = 0
+        combine(values, out[part], weight, accumulate)
+
+
+def read_table(reader: Reader, count: int) -> tuple[np.ndarray, int, float, int]:
+    """Read (cells, how many estimates are kept, their scale, the seed) of a sketch of `count` entries."""
     table = reader.byte()
     rows, number = table & 15, table >> 4
     if rows not in ROWS or number >= len(PRECISIONS):
         raise FrameError("invalid sketch")
-    precision = list(PRECISIONS.values())[number]
     columns, kept = reader.varint(min(count, MOST_COLUMNS)), reader.varint(count)
     scale, seed = struct.unpack("<fQ", reader.take(12))
-    body = bytearray(reader.rest())
-    if (
-        not 0 <= scale <= 1
-        or math.copysign(1, scale) < 0
-        or not columns
-        or not kept
-        or len(body) != rows * columns * precision.itemsize
-    ):
+    size = (4, 2)[number]
+    body = reader.rest()
+    if not 0 <= scale <= 1 or math.copysign(1, scale) < 0 or not columns or not kept:
         raise FrameError("invalid sketch")
-    cells = torch.frombuffer(body, dtype=precision).float().reshape(rows, columns)
-    if not bool(torch.isfinite(cells).all()):
+    if len(body) != rows * columns * size:
         raise FrameError("invalid sketch")
-    estimates = kernels.sketch_estimates(cells, count, seed)
-    combine(scaled(estimates, largest(estimates, kept), scale, header.dtype), out, weight, accumulate)
+    # No encoder makes a table with more cells than entries, except one of a column, or with so few.
+    too_few = columns < MOST_COLUMNS and count > MOST_ENTRIES_PER_CELL * rows * (columns + 1)
+    if rows * columns > max(count, rows) or too_few:
+        raise FrameError("invalid sketch")
+    cells = np.frombuffer(body, dtype=("<f4", "<f2")[number])
+    if not all(np.isfinite(cells[part]).all() for part in blocks(len(cells))):
+        raise FrameError("invalid sketch")
+    return cells.reshape(rows, columns), kept, scale, seed
+
+
+class _Estimates:
+    """The estimates of all entries, block by block: from a tensor that they may be kept in, or computed each time."""
+
+    def __init__(self, cells: np.ndarray, count: int, seed: int, room: torch.Tensor | None):
+        self.cells, self.count, self.seed, self.kept = cells, count, seed, room
+        if room is not None:
+            kernels.sketch_estimates(cells, count, seed, out=room)
+
+    def block(self, part: slice) -> torch.Tensor:
+        if self.kept is not None:
+            return self.kept[part]
+        return kernels.sketch_estimates(self.cells, part.stop - part.start, self.seed, part.start)
+
+
+def _magnitudes(estimates: torch.Tensor) -> np.ndarray:
+    """Return bit patterns that are in the order of the magnitudes."""
+    patterns: np.ndarray = estimates.numpy().view(np.int32) & 0x7FFFFFFF
+    return patterns
+
+
+def _threshold(estimates: _Estimates, kept: int) -> tuple[int, int]:
+    """Return the smallest of the `kept` largest magnitudes, and how many that equal it are among them.
+
+    Its digits are found one after the other, by counting those of all magnitudes that begin like it.
+    """
+    if kept == estimates.count:
+        return -1, 0
+    found, wanted = 0, kept  # `wanted`: how many of those that begin like `found` are kept
+    for shift, bits in DIGITS:
+        counts = np.zeros(1 << bits, dtype=np.int64)
+        for part in blocks(estimates.count):
+            magnitudes = _magnitudes(estimates.block(part))
+            alike = (
+                magnitudes >> shift if shift + bits == 31 else magnitudes[magnitudes >> shift + bits == found] >> shift
+            )
+            counts += np.bincount(alike & (1 << bits) - 1, minlength=1 << bits)
+        above = np.cumsum(counts[::-1])  # how many have this digit or a higher one
+        place = int(np.searchsorted(above, wanted))
+        wanted -= int(above[place - 1]) if place else 0
+        found = found << bits | (1 << bits) - 1 - place
+    return found, wanted

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -17,16 +16,19 @@ import torch
 
 from gradwire import kernels
 from gradwire.compress import positions as coding
-from gradwire.convert import magnitudes, minifloat
-from gradwire.convert.conversion import Conversion, Converter, NonFinite, in_host_memory, limit_to, require_finite
+from gradwire.convert import sparse_values
+from gradwire.convert.blocks import blocks
+from gradwire.convert.conversion import Conversion, Converter, NonFinite, in_host_memory, require_finite
+from gradwire.convert.sparse_values import received
 from gradwire.errors import FrameError, SpecError, unknown_name
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader, varint
-from gradwire.frame.headers import MINIFLOAT, SPARSE, Header
+from gradwire.frame.headers import SPARSE, Header
 
-ONE_VALUE, ONE_MAGNITUDE, FP32, FP16, BF16, SMALL_FLOATS, MAGNITUDES = range(7)  # how values travel
-DTYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
 INFINITY_BITS = 0x7F800000
+# Entries that were sent are put in their places all at once if there are few of them, or few beside the tensor: each
+# takes up to twenty bytes on its way, and all together at most half of what the tensor takes.
+FEW, SMALL_SHARE = 1 << 15, 40
 DEFAULT_LIMIT, POSITIONS_PER_BYTE = 2**28, 4096  # of `sent_positions`, as in codecs.decode
 
 
@@ -128,25 +130,77 @@ def one_value(mean: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor]:
     return raw, received(torch.tensor(struct.unpack("<f", raw), dtype=torch.float32, device="cpu"), dtype)
 
 
-def received(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values as a receiver decodes them: limited and rounded to the dtype of the tensor, as fp32."""
-    if dtype.itemsize >= 4:
-        return values.float()  # finite, and so in range
-    return limit_to(values.float(), dtype).float()
-
-
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
     """Write weight·decoded to `out`, or add it to the entries that were sent."""
-    if not header.dtype.is_floating_point or not header.elements:
+    elements = header.elements
+    if not header.dtype.is_floating_point or not elements:
         raise FrameError("sparse frame of a dtype or size that is always stored")
-    positions, kind, rest = _read_positions(payload, header.elements, header.elements)
-    values = _read_values(header, kind, rest, len(positions))
+    reader = Reader(memoryview(payload))
+    count, way, kind = _read_front(reader, elements)
+    if not count:
+        if not accumulate:
+            out.zero_()
+        return
+    positions = coding.open_positions(reader, way, count, elements)
+    if count <= FEW + out.nbytes // SMALL_SHARE:
+        (places,) = positions.parts(count)
+        values = sparse_values.open_values(header, kind, payload[positions.end :], count)
+        _put(out, torch.from_numpy(places), values(slice(0, count)), weight, accumulate)
+        return
+    rest = payload[positions.end :]
+    both_are_symbols = way == coding.CLASSES and kind in (sparse_values.SMALL_FLOATS, sparse_values.MAGNITUDES)
+    if accumulate or out.element_size() > 2 or not both_are_symbols:
+        _put_parts(out, positions, sparse_values.open_values(header, kind, rest, count), weight, accumulate)
+        return
+    # Classes of gaps and symbols of values take a byte each. Both would be as much as such a tensor: so it remembers
+    # the positions itself, as ones, until the values are known.
+    _put_parts(out, positions, lambda part: torch.ones(1, dtype=out.dtype, device="cpu"), 1.0, False)
+    del positions
+    _put_in_order(out, sparse_values.open_values(header, kind, rest, count), weight)
+
+
+def _put(out: torch.Tensor, places: torch.Tensor, values: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write values, times the weight, to these places and zeros elsewhere, or add them."""
     if weight != 1:
         values = values.to(out.dtype) * weight
-    kernels.scatter(out, torch.from_numpy(positions), values, accumulate)
+    kernels.scatter(out, places, values, accumulate)
+
+
+def _put_parts(
+    out: torch.Tensor, positions: coding.CodedPositions, values: sparse_values.Values, weight: float, accumulate: bool
+) -> None:
+    """Do `_put` part by part: each covers the entries behind the last one of the part before."""
+    start = sent = 0
+    for places in positions.parts(coding.PART):
+        part = slice(sent, sent + len(places))
+        end = out.numel() if part.stop == positions.count else int(places[-1]) + 1
+        _put(out[start:end], torch.from_numpy(places - start), values(part), weight, accumulate)
+        start, sent = end, part.stop
+
+
+def _put_in_order(out: torch.Tensor, values: sparse_values.Values, weight: float) -> None:
+    """Write the values, times the weight, over the entries that are not zero."""
+    sent = 0
+    for part in blocks(out.numel()):
+        here = torch.nonzero(out[part]).flatten()
+        if len(here):
+            found = values(slice(sent, sent + len(here))).to(out.device, out.dtype)
+            out[part][here] = found if weight == 1 else found * weight
+        sent += len(here)
+
+
+def _read_front(reader: Reader, limit: int) -> tuple[int, int, int]:
+    """Read how many entries were sent, and the numbers of the codes of their positions and values."""
+    count = reader.varint(limit)
+    if not count:
+        if reader.rest():
+            raise FrameError("a sparse frame without positions has no more to say")
+        return 0, coding.GOLOMB, sparse_values.ONE_VALUE
+    byte = reader.byte()
+    return count, byte >> 4, byte & 15
 
 
 def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -159,54 +213,7 @@ def sent_positions(frame: bytes | memoryview | np.ndarray | torch.Tensor) -> tor
         return torch.arange(header.elements, device="cpu")
     if header.codec != SPARSE or not header.elements:
         raise FrameError("not a sparse frame: it does not tell positions")
-    positions, _, _ = _read_positions(np.frombuffer(payload, dtype=np.uint8), header.elements, limit)
-    return torch.from_numpy(positions)
-
-
-def _read_positions(payload: np.ndarray, elements: int, limit: int) -> tuple[np.ndarray, int, np.ndarray]:
-    """Return the positions, the number that says how values travel, and the bytes of the values."""
-    reader = Reader(memoryview(payload))
-    count = reader.varint(min(elements, limit))
-    if not count:
-        if reader.rest():
-            raise FrameError("a sparse frame without positions has no more to say")
-        return np.empty(0, dtype=np.int64), ONE_VALUE, payload[:0]
-    byte = reader.byte()
-    positions = coding.read(reader, byte >> 4, count, elements)
-    return positions, byte & 15, payload[reader.position :]
-
-
-def _read_values(header: Header, kind: int, data: np.ndarray, count: int) -> torch.Tensor:
-    """Return `count` values, or one for all of them, as fp32."""
-    if not count:
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-    if kind in (ONE_VALUE, ONE_MAGNITUDE):
-        return _read_one_value(header, kind, Reader(memoryview(data)), count)
-    if kind == SMALL_FLOATS:
-        values = torch.empty(count, dtype=torch.float32, device="cpu")
-        part = replace(header, codec=MINIFLOAT, shape=(count,), flags=0)
-        minifloat.decode(part, data, values, 1.0, False)
-        return values
-    if kind == MAGNITUDES:
-        return magnitudes.decode(data, count, header.dtype)
-    if kind not in DTYPES or len(data) != count * DTYPES[kind].itemsize:
-        raise FrameError("damaged values of a sparse frame")
-    # Copied: the values may start at an odd address.
-    values = torch.from_numpy(data.copy()).view(DTYPES[kind]).float()
-    if not math.isfinite(kernels.absmax(values)):
-        raise FrameError("a value of a sparse frame is not finite")
-    return received(values, header.dtype)
-
-
-def _read_one_value(header: Header, kind: int, reader: Reader, count: int) -> torch.Tensor:
-    (value,) = struct.unpack("<f", reader.take(4))
-    rest = reader.rest()
-    if not math.isfinite(value) or not value or (kind == ONE_MAGNITUDE and value < 0):
-        raise FrameError("damaged value of a sparse frame")
-    values = received(torch.tensor([value], dtype=torch.float32, device="cpu"), header.dtype)
-    if kind == ONE_MAGNITUDE:
-        signs = torch.from_numpy(kernels.unpack_bits(rest, count, 1, 2))
-        return torch.where(signs > 0, -values, values)
-    if rest:
-        raise FrameError("trailing bytes of a sparse frame")
-    return values
+    reader = Reader(payload)
+    count, way, _ = _read_front(reader, min(header.elements, limit))
+    places = coding.read(reader, way, count, header.elements) if count else np.empty(0, dtype=np.int64)
+    return torch.from_numpy(places)

@@ -10,7 +10,8 @@ import torch
 
 from gradwire import kernels
 from gradwire.convert.conversion import Conversion, in_host_memory
-from gradwire.convert.sparse import ONE_MAGNITUDE, Sparse, one_value
+from gradwire.convert.sparse import Sparse, one_value
+from gradwire.convert.sparse_values import ONE_MAGNITUDE
 
 
 class STC(Sparse):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.convert.conversion import Conversion, Converter, combine, limit_to, require_finite
+from gradwire.convert.blocks import combine, wide_blocks
+from gradwire.convert.conversion import Conversion, Converter, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.headers import STORED, Header
 
@@ -45,9 +46,15 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     """Write weight·stored to `out`, or add it."""
     if len(payload) != header.elements * header.dtype.itemsize:
         raise FrameError("wrong length of a stored tensor")
-    if header.dtype is torch.bool and bool((payload > 1).any()):
-        raise FrameError("damaged bool tensor")
     if not header.elements:
         return
-    # Copied: the payload may start at an odd address.
-    combine(torch.from_numpy(payload.copy()).view(header.dtype), out, weight, accumulate)
+    if header.dtype is torch.bool and int(payload.max()) > 1:
+        raise FrameError("damaged bool tensor")
+    if out.is_cpu and out.dtype == header.dtype and weight == 1 and not accumulate:
+        out.view(torch.uint8).numpy()[:] = payload
+        return
+    size = header.dtype.itemsize
+    for part in wide_blocks(header.elements):
+        # Copied: the payload may start at an odd address.
+        values = torch.from_numpy(payload[part.start * size : part.stop * size].copy()).view(header.dtype)
+        combine(values, out[part], weight, accumulate)

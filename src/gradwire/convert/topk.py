@@ -14,7 +14,8 @@ import torch
 from gradwire import kernels
 from gradwire.convert.conversion import Conversion, in_host_memory, limit_to
 from gradwire.convert.minifloat import Minifloat
-from gradwire.convert.sparse import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, Sparse, received
+from gradwire.convert.sparse import Sparse
+from gradwire.convert.sparse_values import BF16, DTYPES, FP16, FP32, SMALL_FLOATS, received
 from gradwire.small_float_formats import parse_format
 
 CASTS = {"fp32": FP32, "fp16": FP16, "bf16": BF16}

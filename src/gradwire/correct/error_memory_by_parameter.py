@@ -6,12 +6,13 @@ provisional within a step: `commit` when all workers' gradients were finite, `ro
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from gradwire.errors import GradwireError
+from gradwire.checkpoints.saved_values import tensors_in
+from gradwire.errors import CheckpointError, GradwireError
 
 
 class ErrorMemory:
@@ -86,22 +87,16 @@ class ErrorMemory:
         return {"memory": {name: e.clone() for name, e in self.memory.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over copies of a state's memory in place of all that there is."""
-        memory = memory_in(state)
-        self.memory = {name: e.detach().to("cpu", self.dtype, copy=True) for name, e in memory.items()}
+        """Take over copies of a state's memory in place of all that there is; CheckpointError if it is no such state.
+
+        Shapes are compared when memories are used, since it is not known here which parameters there are.
+        """
+        if not isinstance(state, Mapping) or "memory" not in state:
+            raise CheckpointError("not the state of an error memory: expected {'memory': {name: tensor}}")
+        self.load(tensors_in(state, "memory", dtype=self.dtype))
+
+    def load(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Take over these memories, which nobody else writes to, in place of all that there are."""
+        self.memory = dict(memory)
         self._spare.clear()
         self._pending.clear()
-
-
-def memory_in(state: dict[str, Any], names: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Return the memory in a saved state, by parameter name.
-
-    GradwireError if it is no such state, or has parameters other than `names`, where these are known.
-    """
-    memory = state.get("memory")
-    if not isinstance(memory, dict):
-        raise GradwireError("not the state of an error memory: expected {'memory': {name: tensor}}")
-    unknown = sorted(set(memory) - set(names)) if names else []
-    if unknown:
-        raise GradwireError(f"error memory of parameters that the model does not have: {', '.join(unknown[:5])}")
-    return memory

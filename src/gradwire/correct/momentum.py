@@ -12,20 +12,19 @@ Like error memory, velocity is kept by parameter name and provisional until `com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
 
+from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import GradwireError, SpecError
 
 MOMENTS = ("momentum_buffer", "exp_avg")  # what SGD and RMSprop, and the Adams call it
 
 
-@dataclass(frozen=True)
-class Factor:
+class Factor(NamedTuple):
     """How SGD makes a step of a parameter's gradient."""
 
     parameter: torch.Tensor
@@ -64,7 +63,7 @@ class Velocity:
         """Return what to send, or to step along, in place of the gradient: torch.optim.SGD's arithmetic, in fp32."""
         gradient = gradient.float()
         if factor.weight_decay:
-            parameter = factor.parameter.detach().float().to(gradient.device)
+            parameter = factor.parameter.detach().float().to(gradient.device).contiguous()
             gradient = gradient.add(parameter, alpha=factor.weight_decay)
         if not factor.momentum:
             return gradient
@@ -93,10 +92,17 @@ class Velocity:
         """Go on from velocities that an optimizer has accumulated so far."""
         self.memory.update(velocities)
 
+    def rearrange(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put the entries of a velocity in another order, between two steps."""
+        self._spare.pop(name, None)
+        if name in self.memory:
+            self.memory[name] = change(self.memory[name])
+
     def load(self, velocities: Mapping[str, torch.Tensor]) -> None:
-        """Replace all velocities by those of a checkpoint."""
-        self.memory = {name: velocity.float().clone() for name, velocity in velocities.items()}
+        """Take over these velocities, which nobody else writes to, in place of all that there are."""
+        self.memory = dict(velocities)
         self._spare.clear()
+        self._pending.clear()
 
     def commit(self) -> None:
         """End a step whose gradients were finite on all workers: its velocities count from now on."""
@@ -169,7 +175,7 @@ class Takeover:
         for parameter, state in self.optimizer.state.items():
             buffer = state.pop("momentum_buffer", None)
             if buffer is not None:
-                velocities[id(parameter)] = buffer.detach().float().clone()
+                velocities[id(parameter)] = as_reals(buffer.detach()).float().clone()
         return velocities
 
     def release(self) -> None:
@@ -198,7 +204,8 @@ def mask_optimizer(optimizer: torch.optim.Optimizer, sent: Iterable[tuple[torch.
         for key in MOMENTS:
             moment = state.get(key)
             if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
-                moment.masked_fill_(mask.view(parameter.shape).to(moment.device), 0)
+                entries = as_reals(moment)
+                entries.masked_fill_(mask.view(entries.shape).to(entries.device), 0)
 
 
 def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -6,13 +6,14 @@ end all ranks commit them or, if a gradient was not finite anywhere, all roll th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from gradwire.correct.error_memory_by_parameter import ErrorMemory, memory_in
+from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.correct.momentum import Factor, Velocity
+from gradwire.correct.saved_memories import SavedMemories
 
 
 class WorkerMemories:
@@ -84,6 +85,13 @@ class WorkerMemories:
             self.velocity.rescale(scale / self.scale)
             self.scale = scale
 
+    def rearrange(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put the entries of a parameter's memories in another order, between two steps."""
+        memory = self.errors.memory.get(name)
+        if memory is not None:
+            self.errors.replace(name, change(memory))
+        self.velocity.rearrange(name, change)
+
     # ── what is saved ──
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,9 +100,9 @@ class WorkerMemories:
         velocity = {name: v.cpu() / self.scale for name, v in self.velocity.memory.items()}
         return {"memory": memory, **({"velocity": velocity} if velocity else {})}
 
-    def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
-        """Take over what was saved; a GradwireError if it is of parameters that are not among `names`."""
-        memory_in(state, names)
-        self.errors.load_state_dict(state)
-        self.velocity.load(state.get("velocity", {}))
+    def load(self, saved: SavedMemories) -> None:
+        """Take over what was saved, in place of all that there is."""
+        self.errors.load(saved.memory)
+        self.velocity.load(saved.velocity)
+        self._sent.clear()
         self.scale = 1.0
