@@ -196,6 +196,11 @@ def test_options_that_do_not_fit_name_the_fix(
     assert message in error and error.startswith("error: ") and "\n" not in error
 
 
+def test_a_skew_of_no_classes_is_refused_before_flower_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower_simulation, "prepare", lambda: pytest.fail("Flower is about to be imported"))
+    assert "examples of text have none" in error_of("--federated", "--task", "text", "--alpha", "0.3")
+
+
 @pytest.mark.parametrize("missing", ["flwr", "ray"])
 def test_missing_packages_name_the_fix(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())

@@ -10,7 +10,7 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from gradwire import GradwireError, SpecError, flower
+from gradwire import SpecError, flower
 from gradwire.flower import message_bytes, one_process
 from gradwire.flower.client.context_store import ContextStore
 from gradwire.flower.shared import arrays
@@ -181,6 +181,6 @@ def test_feddq_by_name() -> None:
     assert instructions("feddq:resolution=0.01", rounds=1) == ["feddq:resolution=0.01"]
 
 
-def test_a_loss_that_nobody_reports_is_told() -> None:
-    with pytest.raises(GradwireError, match="train_loss"):
-        instructions(flower.AdaQuantFL(loss="valid_loss"))
+def test_a_loss_that_nobody_reports_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    instructions(flower.AdaQuantFL(loss="valid_loss"))  # it ends no training: the first client may be a hostile one
+    assert caplog.text.count("Name one that they do, of num-examples, train_loss") == 1

@@ -49,7 +49,7 @@ BASE = {name: torch.zeros_like(t) for name, t in (a_model() | INTEGERS).items()}
 
 
 def decays(spec, tensors) -> dict[str, float]:
-    recipes = parse_spec(update.full_spec(spec))
+    recipes = parse_spec(update.full_spec(spec, list(tensors)))
     return {name: recipe_of_tensor(name, t.numel(), recipes).decay for name, t in tensors.items()}
 
 

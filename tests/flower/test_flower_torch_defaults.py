@@ -37,7 +37,8 @@ def client(spec: str) -> ClientApp:
         number, round_ = context.node_config["partition-id"], message.content["config"]["server-round"]
         for seed, (name, tensor) in enumerate(model.items()):
             if tensor.is_floating_point() and "var" not in name:
-                model[name] = tensor + gradient(tensor.numel(), 100 * seed + 10 * number + round_).to(tensor.dtype)
+                change = gradient(tensor.numel(), 100 * seed + 10 * number + round_).view(tensor.shape)
+                model[name] = tensor + change.to(tensor.dtype)
         metrics = MetricRecord({"train_loss": 1.0, "num-examples": 1 + number})
         return Message(RecordDict({"arrays": ArrayRecord(model), "metrics": metrics}), reply_to=message)
 

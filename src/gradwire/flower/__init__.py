@@ -15,10 +15,10 @@ first two never import each other. One update goes this way from a client to the
 6. `shared.message.seal` adds a token, the number of the model and a checksum. `ClientMemory.propose` stores the new
    error memory, and the reply leaves.
 7. `server.reply_intake.ReplyIntake.take` gets the reply from the `Wire`, with the message that it answers.
-8. `server.replies.decoded` checks the header and calls `shared.update.decode`, which adds the differences to the model
-   that this client was sent.
-9. `ReplyIntake.take` rejects replies that are unlike the others, and accepts the tokens of the rest; the strategy gets
-   them as ordinary arrays, and the next `Note` tells the client that its update arrived.
+8. `server.reply_checks.ReplyRules` checks its records, and `server.replies.decoded` the header of the update; it calls
+   `shared.update.decode`, which adds the differences to the model that this client was sent.
+9. `ReplyIntake.take` rejects replies that exceed the limits of the round, and accepts the tokens of the rest; the
+   strategy gets them as ordinary arrays, and the next `Note` tells the client that its update arrived.
 """
 
 try:

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 import torch
 
 from gradwire import kernels
+from gradwire.catalogue.saved_recipes import KEY, check_saved_recipes, recipes_to_save
+from gradwire.catalogue.spec_by_name import Recipes
 from gradwire.flower.client.store import Content, Store
 
 SETTLED, PENDING = "settled", "pending"
@@ -32,8 +34,11 @@ class ClientMemory:
     def __init__(self, store: Store):
         self.store = store
 
-    def settle(self, accepted: Collection[bytes]) -> dict[str, torch.Tensor]:
-        """Return the memory after the updates that arrived, given the tokens that the server accepted last."""
+    def settle(self, accepted: Collection[bytes], recipes: Recipes | None = None) -> dict[str, torch.Tensor]:
+        """Return the memory after the updates that arrived, given the tokens that the server accepted last.
+
+        CheckpointError if it was stored under recipes that these, if they are given, cannot go on from.
+        """
         settled, pending = self._read(SETTLED), self._read(PENDING)
         if pending is not None and pending["token"] in accepted:
             self.store.move(PENDING, SETTLED)
@@ -44,7 +49,12 @@ class ClientMemory:
         is_current = last in accepted if last else not accepted
         if settled is not None and not is_current:
             self.store.drop(SETTLED)
-        return settled["memory"] if settled is not None and is_current else {}
+        if settled is None or not is_current:
+            return {}
+        if recipes is not None:
+            remembered = {name: tensor.numel() for name, tensor in settled["memory"].items()}
+            check_saved_recipes(settled, recipes, remembered, {})
+        return settled["memory"]
 
     def _read(self, name: str) -> Content | None:
         """Return what is stored, or None if it is not a memory, such as when another version has written it."""
@@ -52,13 +62,17 @@ class ClientMemory:
         if not isinstance(content, dict) or not isinstance(content.get("token"), bytes):
             return None
         memory = content.get("memory")
-        is_memory = isinstance(memory, dict) and all(isinstance(t, torch.Tensor) for t in memory.values())
+        is_memory = isinstance(memory, dict) and all(
+            isinstance(name, str) and isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_meta
+            for name, t in memory.items()
+        )
         return content if is_memory else None
 
-    def propose(self, token: bytes, memory: dict[str, torch.Tensor]) -> None:
-        """Store the memory after the update with this token. Call it before the update leaves."""
+    def propose(self, token: bytes, memory: dict[str, torch.Tensor], recipes: Recipes | None = None) -> None:
+        """Store the memory after the update with this token, and its recipes. Call it before the update leaves."""
         if memory:
-            self.store.write(PENDING, {"token": token, "memory": memory})
+            of_recipes = {} if recipes is None else {KEY: recipes_to_save(recipes)}
+            self.store.write(PENDING, {"token": token, "memory": memory, **of_recipes})
 
 
 def usable(memory: Mapping[str, torch.Tensor], differences: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,6 +85,6 @@ def usable(memory: Mapping[str, torch.Tensor], differences: Mapping[str, torch.T
         if name not in differences:
             return True
         same_kind = left_out.dtype == torch.float32 and left_out.shape == differences[name].shape
-        return same_kind and (not left_out.numel() or math.isfinite(kernels.absmax(left_out.reshape(-1))))
+        return same_kind and (not left_out.numel() or math.isfinite(kernels.absmax(left_out.detach().reshape(-1))))
 
     return {name: left_out for name, left_out in memory.items() if is_usable(name, left_out)}

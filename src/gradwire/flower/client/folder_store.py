@@ -7,17 +7,15 @@ import os
 import shutil
 import time
 import urllib.parse
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from gradwire.checkpoints.run_file import write_whole
+from gradwire.checkpoints.whole_file import read_whole, write_whole
 from gradwire.errors import CheckpointError, GradwireError
 from gradwire.flower.client.store import Content
 
-KEPT_DAYS = 30  # after which a training that no client was asked for counts as over
+KEPT_DAYS = 7  # after which a training that no client was asked for counts as over
+KEPT_OF_ONE_CLIENT = 1  # days that a client which begins another training keeps what it has of this one
 
 
 def default_folder() -> Path:
@@ -39,23 +37,17 @@ class FolderStore:
                     f"cannot keep the error memory in {self.folder} ({error.strerror or error}): name a folder that "
                     f"can be written to with compress(…, folder=…) or the variable XDG_STATE_HOME"
                 ) from error
-            _clear_old_trainings(folder)
+            _clear_old_trainings(folder, self.folder.name)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.pt"
 
     def read(self, name: str) -> Content | None:
         """Return what was written, or None; see `Store`."""
-        path = self._path(name)
         try:
-            with zipfile.ZipFile(path) as archive:
-                if archive.testzip():
-                    return None
-            content: Content = torch.load(path, weights_only=True)
+            content: Content = read_whole(self._path(name))
             return content
-        except FileNotFoundError:
-            return None
-        except Exception:  # a damaged file can raise nearly anything, and is as good as none
+        except CheckpointError:  # a damaged file is as good as none
             return None
 
     def write(self, name: str, content: Content) -> None:
@@ -85,15 +77,22 @@ class FolderStore:
             raise GradwireError(f"cannot keep what this client has to remember in {self.folder}: {error}") from error
 
 
-def _clear_old_trainings(folder: Path) -> None:
-    """Delete trainings for which no client was asked in `KEPT_DAYS` days: nobody else would ever remove them."""
-    for training in folder.iterdir():
-        if len(training.name) != 16 or not training.is_dir():
-            continue
-        try:
-            files = [path.stat().st_mtime for path in training.rglob("*.pt")]
-            newest = max(files, default=training.stat().st_mtime)
-        except FileNotFoundError:  # another client on this machine has just moved a file: the training is in use
-            continue
-        if newest < time.time() - KEPT_DAYS * 86400:
-            shutil.rmtree(training, ignore_errors=True)
+def _clear_old_trainings(folder: Path, client: str) -> None:
+    """Delete what is left of trainings that seem to be over: nobody else would ever remove it.
+
+    That is what this client has of trainings in which it was not asked for a day, and all of those in which no client
+    was asked for a week.
+    """
+    try:
+        trainings = [path for path in folder.iterdir() if len(path.name) == 16 and path.is_dir()]
+    except OSError:  # a folder that may not be listed: others keep it tidy
+        return
+    for training in trainings:
+        for part, days in ((training / client, KEPT_OF_ONE_CLIENT), (training, KEPT_DAYS)):
+            try:
+                files = [path.stat().st_mtime for path in part.rglob("*.pt")]
+                newest = max(files, default=part.stat().st_mtime)
+            except OSError:  # there is none, another client has just moved a file, or it is another user's
+                continue
+            if newest < time.time() - days * 86400:
+                shutil.rmtree(part, ignore_errors=True)

@@ -12,7 +12,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.supercore import log
 
-from gradwire.catalogue.spec_by_name import Spec, parse_spec
+from gradwire.catalogue.spec_by_name import Recipes, Spec, parse_spec
 from gradwire.errors import GradwireError
 from gradwire.flower.client import byte_budget, model_changes
 from gradwire.flower.client.client_memory import ClientMemory, usable
@@ -22,9 +22,12 @@ from gradwire.flower.client.state_store import client_name, store_of
 from gradwire.flower.shared import update
 from gradwire.flower.shared.message import (
     NEEDS_WHOLE,
+    NO_MEMORY,
+    NO_SECURE_AGGREGATION,
     NOTE,
     PERSONAL,
     REFUSED,
+    SECURE_AGGREGATION,
     TOKEN,
     Note,
     category,
@@ -49,7 +52,7 @@ def compress(recipe: Spec = "co3", *, folder: str | Path | None = None, budget: 
     the last to see the reply. `folder` is where the error memory is kept, and `budget` ("200kB") is the largest number
     of bytes that a reply may take; `upload-budget` in a node's config sets the budget of this node. See docs/flower.md.
     """
-    parse_spec(update.full_spec(recipe))  # a SpecError now rather than in the first round
+    parse_spec(recipe)  # a SpecError now rather than in the first round
     return CompressMod(recipe, folder, None if budget is None else byte_budget.parse_bytes(budget))
 
 
@@ -59,11 +62,12 @@ class CompressMod:
     It promises that the training function gets the model as it would without gradwire, that the reply carries every
     difference that the recipe sends, and that what the recipe leaves out is in the error memory before the reply
     leaves. A reply is never longer than the budget, and what the mod cannot compress it sends unchanged. It never
-    changes metrics or other records, and never raises a GradwireError: the server gets it as an error reply.
+    changes metrics or other records, and never raises a GradwireError, except under secure aggregation, which cannot go
+    with it: the server gets it as an error reply.
 
     Flower calls it once for each message, in the thread and process of the client app. The object itself holds
-    settings only, so that engines may copy it and threads may share it; the state of a client is in its `Store`, and
-    two messages to the same client must not be handled at the same time.
+    settings only, so that engines may copy it and threads may share it; the state of a client is in its `Store`. Of
+    several messages to one client at the same time, the server lets only the first use the error memory.
     """
 
     def __init__(self, recipe: Spec, folder: str | Path | None, budget: int | None):
@@ -71,6 +75,8 @@ class CompressMod:
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Handle one message: prepare the model, let the app train or evaluate, and compress its update."""
+        if SECURE_AGGREGATION in message.content:
+            raise GradwireError(NO_SECURE_AGGREGATION)  # a reply with an error would end in another one in its mod
         record = message.content.get(NOTE)
         if not isinstance(record, ConfigRecord):
             return self._without_note(message, context, call_next)
@@ -82,10 +88,16 @@ class CompressMod:
             if note.have is not None:
                 request = with_whole_model(request, note, store)
             memory = ClientMemory(store)
-            left_out = memory.settle(note.accepted) if category(request) == "train" else {}
+            settles = category(request) == "train" and note.uses_memory
+            left_out = memory.settle(note.accepted, self._recipes(note)) if settles else {}
         except GradwireError as error:
             return _error_reply(error, message)
-        reply = call_next(request, context)
+        try:
+            reply = call_next(request, context)
+        except KeyError as error:
+            if error.args != (SECURE_AGGREGATION,):
+                raise
+            return _error_reply(GradwireError(NO_SECURE_AGGREGATION), message)
         if category(request) != "train" or reply.has_error():
             return reply
         try:
@@ -127,7 +139,7 @@ class CompressMod:
         if note.rate or isinstance(spec, str):  # a dict may name a recipe for variances
             values |= model_changes.collapsed_variances(model, differences)
             differences = {name: t for name, t in differences.items() if name not in values}
-        token = secrets.token_bytes(TOKEN)
+        token = secrets.token_bytes(TOKEN) if note.uses_memory else NO_MEMORY
 
         def sealed(data: bytes) -> Message:
             return with_records(reply, {**reply.content, key: seal(token, note.model, model, data)})
@@ -141,8 +153,13 @@ class CompressMod:
                 budget, differences, values, list(model), spec, left_out, **options, overhead=overhead
             )
         result = _within_budget(sealed(encoded.data), budget)
-        memory.propose(token, encoded.memory)
+        if note.uses_memory:
+            memory.propose(token, encoded.memory, self._recipes(note))
         return result
+
+    def _recipes(self, note: Note) -> Recipes | None:
+        """Return the recipes that memories are kept under; None where the server chooses others in every round."""
+        return None if note.rate else parse_spec(self.recipe)
 
 
 def _error_reply(error: GradwireError, message: Message) -> Message:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from flwr.app import ArrayRecord, Message
 
 from gradwire.errors import FrameError, GradwireError
@@ -40,9 +43,17 @@ def with_whole_model(message: Message, note: Note, store: Store) -> Message:
 
 def _stored_copy(store: Store) -> ModelCopy:
     content = store.read(COPY)
-    if not isinstance(content, dict) or content.keys() != {"number", "model"}:  # another version may have written it
+    if not isinstance(content, dict) or not _is_copy(content.get("number"), content.get("model")):
         raise WholeModelNeeded("this client has no copy of the model, and needs the whole")
     return ModelCopy(content["number"], content["model"])
+
+
+def _is_copy(number: Any, model: Any) -> bool:
+    """Tell whether these are a copy of a model and its number: another version may have written something else."""
+    return isinstance(number, int) and isinstance(model, dict) and all(
+        isinstance(name, str) and isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_meta
+        for name, t in model.items()
+    )  # fmt: skip
 
 
 def _content(copy: ModelCopy) -> Content:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 
@@ -14,7 +13,7 @@ from gradwire.catalogue.spec_by_name import SMALL, Spec, parse_spec, recipe_of_t
 from gradwire.flower.client import coarser_recipes
 from gradwire.flower.client.fit_length import Point, longest_fitting
 from gradwire.flower.shared import update
-from gradwire.flower.shared.update import STATISTICS, Encoded, Tensors
+from gradwire.flower.shared.update import Encoded, Tensors
 
 TARGET = 0.97  # the part of the budget that is aimed at
 DENSE = 0.5  # bits per entry; with fewer, sending single entries is the better choice
@@ -41,7 +40,7 @@ class ShorterUpdate:
     ):  # fmt: skip
         self.limit, self.unlimited, self.values, self.names = limit, unlimited, values, names
         self.memory, self.steps, self.seed = memory, steps, seed
-        self.spec = {pattern: str(r) for pattern, r in parse_spec(update.full_spec(spec)).items()}
+        self.spec = {pattern: str(r) for pattern, r in parse_spec(update.full_spec(spec, names)).items()}
         self.recipes = parse_spec(self.spec)
         self.recipe_of = {
             name: recipe_of_tensor(name, t.numel(), self.recipes) for name, t in differences.items() if t.numel()
@@ -130,7 +129,7 @@ class ShorterUpdate:
             spec = {
                 glob.escape(name): coarser_recipes.without_memory(self.recipe_of[name], part, self.steps)
                 for name in self.must_go
-                if not _is_statistic(name)  # noise could make a variance negative
+                if not update.is_statistic(name)  # noise could make a variance negative
             }
             return self._attempt({**spec, **self.spec}, {})
 
@@ -140,7 +139,7 @@ class ShorterUpdate:
         return self._search(attempt, -1.0, 0.5, self._log, largest=0.0) or least
 
     def _must_be_sent(self) -> str:
-        without_memory = sorted({self.recipe_of[name].name for name in self.must_go if not _is_statistic(name)})
+        without_memory = sorted({self.recipe_of[name].name for name in self.must_go if not update.is_statistic(name)})
         if not without_memory:
             return "integers, and running statistics of batch normalization"
         return f"tensors whose recipe ({', '.join(without_memory)}) keeps no error memory; co3, ecq and stc have one"
@@ -156,7 +155,3 @@ class ShorterUpdate:
     ) -> Encoded | None:  # fmt: skip
         target = self.floor + TARGET * (self.limit - self.floor)
         return longest_fitting(attempt, self.limit, target, start, slope, linearize, too_long, largest)
-
-
-def _is_statistic(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in STATISTICS)

@@ -38,12 +38,15 @@ class DownloadChain:
     """
 
     def __init__(self, spec: Spec):
-        self.spec = {pattern: _without_memory(chosen) for pattern, chosen in parse_spec(update.full_spec(spec)).items()}
+        self.spec = {pattern: _without_memory(chosen) for pattern, chosen in parse_spec(spec).items()}
         self.number = 0
         self.model: dict[str, torch.Tensor] = {}  # W, as published last
         self.shared_copy: dict[str, torch.Tensor] = {}  # V, which every client with this number has
         self._model_bytes = self._digest = 0
         self._steps: deque[bytes] = deque()  # those that led to the last models
+        # The bytes of each copy that a kept step starts from. Dtypes may change on the way, and clients take no message
+        # that is as long as its copy.
+        self._copy_bytes: deque[int] = deque()
         self._last_answer: tuple[int, bytes | None] = (0, None)  # argument and result of `steps_since`
 
     def publish(self, model: Tensors) -> int:
@@ -66,10 +69,13 @@ class DownloadChain:
         if step is None or len(step) >= model_bytes:
             shared_copy = model
             self._steps.clear()
+            self._copy_bytes.clear()
         else:
             self._steps.append(step)
+            self._copy_bytes.append(model_copy.whole_bytes(self.shared_copy))
         while sum(map(len, self._steps)) > model_bytes:
             self._steps.popleft()
+            self._copy_bytes.popleft()
         self.model, self.shared_copy, self._model_bytes = model, shared_copy, model_bytes
         self._digest = model_copy.digest(shared_copy)
         self.number += 1
@@ -88,7 +94,9 @@ class DownloadChain:
         if self._last_answer[0] != have:
             steps = list(self._steps)[have - oldest :]
             data = model_copy.pack_steps(have, self.number, self._digest, steps)
-            self._last_answer = (have, data if len(data) < self._model_bytes else None)
+            copy_bytes = [*self._copy_bytes, self._model_bytes][have - oldest]
+            most = min(copy_bytes, self._model_bytes)
+            self._last_answer = (have, data if len(data) < most else None)
         return self._last_answer[1]
 
     def rebased(self, trained: Tensors) -> dict[str, torch.Tensor]:

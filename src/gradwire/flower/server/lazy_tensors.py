@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 
 from gradwire import codecs, kernels
 from gradwire.errors import FrameError
+from gradwire.flower.server.update_norm import DeferredChange, norm
 from gradwire.flower.shared.update import largest_magnitude
 from gradwire.frame import headers
 
@@ -35,6 +37,7 @@ class LazyTensors:
 
     def __init__(self) -> None:
         self.makers: dict[str, MakeTensor] = {}  # by name, of the update that was read last
+        self.changes: dict[str, DeferredChange] = {}  # likewise
         self._largest_before: dict[str, float] = {}  # the largest magnitude of each tensor of the model
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         # The memory that each tensor was last decoded to, and the array by which it was lent.
@@ -42,7 +45,7 @@ class LazyTensors:
 
     def start_update(self) -> None:
         """Forget the tensors of the update before. Functions that were taken from `makers` stay valid."""
-        self.makers = {}
+        self.makers, self.changes = {}, {}
 
     def add(self, name: str, header: headers.Header, payload: np.ndarray, before: torch.Tensor) -> None:
         """Take the frame of one tensor, to be added to the model's tensor `before` when it is asked for.
@@ -52,21 +55,24 @@ class LazyTensors:
         bound = codecs.bound(header, payload)
         if name not in self._largest_before:
             self._largest_before[name] = float(kernels.absmax(before.reshape(-1)))
-        change = self._decoded_maximum(header, payload) if bound is None else bound
+        change = float(kernels.absmax(self._decoded(header, payload))) if bound is None else bound
         if not change <= LARGEST_MAGNITUDE or not self._largest_before[name] + change <= kernels.FLOAT_MAX:
             raise FrameError(f"a NaN, an infinity or {change:.3g} in {name!r} after the update")
         self.makers[name] = functools.partial(self._make, name, header, payload, before)
+        at_most = change * math.sqrt(header.elements)
+        self.changes[name] = DeferredChange(at_most, lambda: norm(self._decoded(header, payload)))
 
     def check(self, name: str, after: torch.Tensor, before: torch.Tensor) -> None:
         """Check a tensor that was decoded at once, as `check_size` does."""
         check_size(name, after, before)
 
-    def _decoded_maximum(self, header: headers.Header, payload: np.ndarray) -> float:
+    def _decoded(self, header: headers.Header, payload: np.ndarray) -> torch.Tensor:
+        """Return the decoded differences, in memory that the next call uses again."""
         if self._scratch.numel() < header.elements:
             self._scratch = torch.empty(header.elements, dtype=torch.float32, device="cpu")
         difference = self._scratch[: header.elements]
         codecs.decode_payload(header, payload, difference)
-        return float(kernels.absmax(difference))
+        return difference
 
     def _make(self, name: str, header: headers.Header, payload: np.ndarray, before: torch.Tensor) -> torch.Tensor:
         memory, borrowed = self._lent.get(name, (None, None))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from logging import WARNING
-from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, Error, Message
 from flwr.supercore import log
 
 from gradwire.errors import FrameError, GradwireError
 from gradwire.flower.server.download_chain import DownloadChain
 from gradwire.flower.server.lazy_tensors import MakeTensor, check_size
+from gradwire.flower.server.reply_checks import in_models_order, metrics
 from gradwire.flower.server.sent_models import SentModel
+from gradwire.flower.server.update_norm import UpdateNorm
 from gradwire.flower.shared import arrays, update
 from gradwire.flower.shared.adaptive_rate import Rate
 from gradwire.flower.shared.message import (
+    NO_SECURE_AGGREGATION,
+    SECURE_AGGREGATION,
     STYPE,
     category,
     is_bytes_record,
@@ -26,16 +29,14 @@ from gradwire.flower.shared.message import (
     with_records,
 )
 
-LARGEST_WEIGHT = 2.0**63  # so that the sum over all clients is finite
-
 
 def is_compressed(reply: Message) -> bool:
     """Whether a reply carries an update as bytes of gradwire."""
     return any(is_bytes_record(r) for r in reply.content.values() if isinstance(r, ArrayRecord))
 
 
-def decoded(reply: Message, model: SentModel, weighted_by: str) -> tuple[Message, bytes]:
-    """Return the reply with arrays in place of its update, and the token of the update.
+def decoded(reply: Message, model: SentModel) -> tuple[Message, bytes, UpdateNorm]:
+    """Return the reply with arrays in place of its update, the token of the update, and its norm.
 
     Raises a GradwireError that says what is wrong with the update. Large tensors are decoded when the strategy asks for
     them.
@@ -43,10 +44,10 @@ def decoded(reply: Message, model: SentModel, weighted_by: str) -> tuple[Message
     update_record = single_arrays(reply)
     if update_record is None:
         raise GradwireError("other arrays beside the update")
-    check_weight(reply, weighted_by)
     key, record = update_record
     token, data = open_update(record, model.number, model.record)
     changed = _clamp_variances(update.decode(data, model.tensors, deferred=model.lazy_tensors), model)
+    length = UpdateNorm(changed, model.counted, model.lazy_tensors.changes)
     makers = {name: _forgiving(name, make, model, reply) for name, make in model.lazy_tensors.makers.items()}
     record = arrays.record(
         {
@@ -54,7 +55,7 @@ def decoded(reply: Message, model: SentModel, weighted_by: str) -> tuple[Message
             for name, tensor in {**model.tensors, **changed}.items()
         }
     )
-    return with_records(reply, {**reply.content, key: record}), token
+    return with_records(reply, {**reply.content, key: record}), token, length
 
 
 def _forgiving(name: str, make: MakeTensor, model: SentModel, reply: Message) -> MakeTensor:
@@ -71,13 +72,6 @@ def _forgiving(name: str, make: MakeTensor, model: SentModel, reply: Message) ->
     return make_or_keep
 
 
-def check_weight(reply: Message, weighted_by: str) -> None:
-    """Raise a GradwireError if the weight of a reply cannot be a number of examples: it would spoil the mean of all."""
-    weight = metrics(reply).get(weighted_by)
-    if weight is not None and (isinstance(weight, list) or not 0 <= weight <= LARGEST_WEIGHT):
-        raise GradwireError(f"a weight ({weighted_by}) of {weight}")
-
-
 def _clamp_variances(changed: dict[str, torch.Tensor], model: SentModel) -> dict[str, torch.Tensor]:
     """Set variances to zero that rounding has made negative, of which batch normalization would make NaNs."""
     for name, tensor in changed.items():
@@ -86,26 +80,32 @@ def _clamp_variances(changed: dict[str, torch.Tensor], model: SentModel) -> dict
     return changed
 
 
-def checked_raw(reply: Message, model: SentModel, chain: DownloadChain | None, weighted_by: str) -> Message:
-    """Return an uncompressed reply after checking it; with compressed downloads, rebase its model onto the server's.
+def checked_raw(
+    reply: Message, model: SentModel, chain: DownloadChain | None, same_layout: bool
+) -> tuple[Message, UpdateNorm | None]:
+    """Return an uncompressed reply after checking it, and its norm, None if its arrays are not the model's.
 
-    Raises a GradwireError if the bytes of an array are not what it states, or its values are not sound.
+    With `same_layout` they have to be. With compressed downloads the model is rebased onto the server's. Raises a
+    GradwireError if the bytes of an array are not what it states, or its values are not sound.
     """
-    check_weight(reply, weighted_by)
+    model_record = single_arrays(reply)
+    if same_layout and model_record is not None:
+        key, record = model_record
+        model_record = key, in_models_order(record, model.record)
+        reply = with_records(reply, {**reply.content, key: model_record[1]})
     for record in reply.content.array_records.values():
         for name, array in record.items():
             if array.stype == arrays.NUMPY:
                 _check_raw(name, array, model)
-    model_record = single_arrays(reply)
-    # The chain knows only of the present model how its copy differs; personal models went out whole and exact.
-    if chain is None or model.number != chain.number or model_record is None:
-        return reply
+    if model_record is None or not model.can_be_updated_by(model_record[1]):
+        return reply, None
     key, record = model_record
-    if record.keys() != model.record.keys() or not arrays.supported(record.values()):
-        return reply
+    # The chain knows only of the present model how its copy differs; personal models went out whole and exact.
+    if chain is None or model.number != chain.number:
+        return reply, UpdateNorm(arrays.tensors(record), model.counted)
     rebased = _clamp_variances(chain.rebased(arrays.tensors(record)), model)
     record = arrays.record({name: arrays.array(tensor) for name, tensor in rebased.items()})
-    return with_records(reply, {**reply.content, key: record})
+    return with_records(reply, {**reply.content, key: record}), UpdateNorm(rebased, model.counted)
 
 
 def _check_raw(name: str, array: Array, model: SentModel) -> None:
@@ -120,35 +120,27 @@ def _check_raw(name: str, array: Array, model: SentModel) -> None:
         raise GradwireError(f"a negative variance in {name!r}")
 
 
-def metrics(reply: Message) -> dict[str, Any]:
-    """Return the metrics of all records of a reply, by name."""
-    records = [record for record in reply.content.values() if isinstance(record, MetricRecord)]
-    return {key: value for record in records for key, value in record.items()}
-
-
-def observe(rate: Rate, replies: Sequence[Message], weighted_by: str) -> None:
+def observe(rate: Rate, replies: Sequence[Message], weighted_by: str) -> bool:
     """Tell an adaptive rate the losses that clients reported after a round of training.
 
-    Raises a GradwireError if no client has ever reported the metric that it follows.
+    Returns False if the rate follows a metric that no client has ever reported.
     """
     reported = [metrics(reply) for reply in replies if not reply.has_error()]
     if not rate.loss or not reported:
-        return
-    if not rate.informed and not any(rate.loss in metric for metric in reported):
-        names = sorted({name for metric in reported for name in metric})
-        raise GradwireError(
-            f"the rate goes by the metric {rate.loss!r}, which no client reports: name one that they do, of "
-            f"{', '.join(names) or 'none'}, as in AdaQuantFL(loss=…)"
-        )
+        return True
     pairs = [(metric.get(rate.loss), metric.get(weighted_by, 1.0)) for metric in reported]
     rate.observe([(loss, w) for loss, w in pairs if isinstance(loss, (int, float)) and isinstance(w, (int, float))])
+    return rate.informed
 
 
 def explained(reply: Message, node: int) -> Message:
-    """Return an error reply with a better reason if it is Flower's error for a compressed model that it cannot read.
+    """Return an error reply with a better reason if it is Flower's error for something that does not go with gradwire.
 
-    That happens in evaluation if the mod was given to the training function only.
+    That is a mod of secure aggregation, or an evaluation whose compressed model Flower cannot read, since the mod was
+    given to the training function only.
     """
+    if all(part in str(reply.error.reason) for part in ("KeyError", SECURE_AGGREGATION)):
+        return with_error(reply, Error(reply.error.code, f"gradwire: node {node}: {NO_SECURE_AGGREGATION}"))
     if not all(part in str(reply.error.reason) for part in ("serialization type", f"'{STYPE}'")):  # Flower's words
         return reply
     reason = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from gradwire.catalogue.spec_by_name import Spec
+from gradwire.flower.server import update_norm
 from gradwire.flower.server.client_table import ClientTable
 from gradwire.flower.server.download_chain import DownloadChain
 from gradwire.flower.server.lazy_tensors import LazyTensors
@@ -26,6 +28,7 @@ class SentModel:
 
     number: int
     record: ArrayRecord
+    integers: frozenset[str] = frozenset()  # names of arrays that were integers when the training began
     lazy_tensors: LazyTensors = field(default_factory=LazyTensors)
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -35,6 +38,22 @@ class SentModel:
         if not self._tensors:
             self._tensors = arrays.tensors(self.record)
         return self._tensors
+
+    @functools.cached_property
+    def counted(self) -> dict[str, torch.Tensor]:
+        """The tensors that count to the norm of an update."""
+        return update_norm.counted(self.tensors, self.integers)
+
+    @functools.cached_property
+    def norms(self) -> dict[str, float]:
+        """The norms of the model itself, by group of tensors."""
+        return update_norm.model_norms(self.counted)
+
+    def can_be_updated_by(self, record: ArrayRecord) -> bool:
+        """Whether the arrays of a reply are those of the model, with dtypes and ranks that frames can hold."""
+        if record.keys() != self.record.keys() or not arrays.supported([*record.values(), *self.record.values()]):
+            return False
+        return all(tuple(array.shape) == tuple(self.record[name].shape) for name, array in record.items())
 
 
 class SentModels:
@@ -55,6 +74,7 @@ class SentModels:
         self._whole: tuple[int, ArrayRecord] | None = None  # number and record of the last whole model
         self._steps: tuple[bytes, ArrayRecord] | None = None  # data and record of the last steps
         self._personal_models = 0
+        self._integers: frozenset[str] = frozenset()
 
     def number_models(self, records: Sequence[ArrayRecord]) -> dict[int, SentModel]:
         """Return the models of one exchange by the identity of their records.
@@ -62,22 +82,25 @@ class SentModels:
         If all messages carry the same record it is the common model; the same record again has the same number.
         """
         distinct = {id(record): record for record in records}
+        for record in distinct.values():
+            self._integers |= {name for name, array in record.items() if "float" not in array.dtype}
         if len(distinct) == 1:
             ((identity, record),) = distinct.items()
             return {identity: self._common_model(record)}
         models = {}
         for identity, record in distinct.items():
             self._personal_models = self._personal_models % (PERSONAL - 1) + 1
-            models[identity] = SentModel(PERSONAL + self._personal_models, record)
+            models[identity] = SentModel(PERSONAL + self._personal_models, record, self._integers)
         return models
 
     def _common_model(self, record: ArrayRecord) -> SentModel:
         if self._common is None or self._common.record is not record:
             if self.chain:
                 tensors = arrays.tensors(record)
-                self._common = SentModel(self.chain.publish(tensors), record, _tensors=tensors)
+                self._common = SentModel(self.chain.publish(tensors), record, self._integers, _tensors=tensors)
             else:
-                self._common = SentModel(self._common.number + 1 if self._common else 1, record)
+                number = self._common.number + 1 if self._common else 1
+                self._common = SentModel(number, record, self._integers)
         return self._common
 
     def for_client(self, node: int, model: SentModel) -> tuple[ArrayRecord, int | None]:

@@ -33,8 +33,8 @@ class Meter:
         self.by_category: dict[str, Traffic] = {}
         self._first_sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # bytes of the first model, by name and shape
 
-    def _traffic(self, message: Message) -> Traffic:
-        return self.by_category.setdefault(category(message), Traffic())
+    def _traffic(self, kind: str) -> Traffic:
+        return self.by_category.setdefault(kind, Traffic())
 
     def count_message(self, message: Message, sizes: dict[int, int]) -> None:
         """Count a message that leaves.
@@ -42,7 +42,7 @@ class Meter:
         `sizes` are the bytes of records by their identity, which this method fills: many messages carry the same model,
         which is measured once.
         """
-        traffic = self._traffic(message)
+        traffic = self._traffic(category(message))
         traffic.messages += 1
         if not message.has_content():
             return
@@ -52,9 +52,9 @@ class Meter:
         records = sum(sizes[id(record)] for record in message.content.values())
         traffic.download_bytes += records + len(message.content.deflate()) + len(message.deflate())
 
-    def count_reply(self, reply: Message) -> None:
-        """Count a reply that arrived, whether it can be used or not."""
-        traffic = self._traffic(reply)
+    def count_reply(self, reply: Message, kind: str) -> None:
+        """Count a reply that arrived, whether it can be used or not, to a message of this category."""
+        traffic = self._traffic(kind)
         traffic.replies += 1
         traffic.upload_bytes += message_bytes(reply)
 
@@ -62,23 +62,23 @@ class Meter:
         """Count the uncompressed bytes of the model that a message stands for."""
         if not self._first_sizes:
             self._first_sizes = {(name, tuple(a.shape)): len(a.data) for name, a in model.items()}
-        self._traffic(message).dense_download_bytes += _dense_bytes(model)
+        self._traffic(category(message)).dense_download_bytes += _dense_bytes(model)
 
-    def count_dense_update(self, reply: Message, model: ArrayRecord) -> None:
+    def count_dense_update(self, model: ArrayRecord, kind: str) -> None:
         """Count the bytes that a client would have sent without compression in place of an update to this model.
 
         Clients keep the dtypes they began with, while some strategies (FedAdam) turn the server's fp32 into fp64.
         """
         sizes = ((self._first_sizes.get((name, tuple(a.shape))), a) for name, a in model.items())
-        self._traffic(reply).dense_upload_bytes += sum(len(a.data) if size is None else size for size, a in sizes)
+        self._traffic(kind).dense_upload_bytes += sum(len(a.data) if size is None else size for size, a in sizes)
 
-    def count_dense_reply(self, reply: Message) -> None:
+    def count_dense_reply(self, reply: Message, kind: str) -> None:
         """Count the bytes of the arrays in a reply that is not compressed."""
-        self._traffic(reply).dense_upload_bytes += sum(map(_dense_bytes, reply.content.array_records.values()))
+        self._traffic(kind).dense_upload_bytes += sum(map(_dense_bytes, reply.content.array_records.values()))
 
-    def count_rejected(self, reply: Message) -> None:
+    def count_rejected(self, kind: str) -> None:
         """Count a reply that the server rejected."""
-        self._traffic(reply).rejected += 1
+        self._traffic(kind).rejected += 1
 
 
 def _dense_bytes(record: ArrayRecord) -> int:

@@ -18,8 +18,10 @@ from flwr.serverapp import Grid
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.flower.server.client_table import ClientTable
 from gradwire.flower.server.grid_wrapper import GridWrapper
+from gradwire.flower.server.reply_checks import ReplyRules
 from gradwire.flower.server.reply_intake import COMPRESSED, AwaitedMessage, ReplyIntake
-from gradwire.flower.server.sent_models import SentModels
+from gradwire.flower.server.round_limits import RoundLimits
+from gradwire.flower.server.sent_models import SentModel, SentModels
 from gradwire.flower.server.traffic import Meter
 from gradwire.flower.shared.adaptive_rate import Rate
 from gradwire.flower.shared.message import NOTE, TRAINING, Note, category, single_arrays, with_records
@@ -32,26 +34,30 @@ class Wire(GridWrapper):
     """A grid that behaves as the one it wraps, and sends fewer bytes.
 
     `download` is the recipe of what goes to clients, None for whole models; `rate` says how finely clients quantize;
-    `weighted_by` is the metric by which the strategy weights replies. With `require_same_layout`, replies whose
-    records, arrays or metrics differ from most of their round are rejected, which the strategies of Flower need.
+    `weighted_by` is the metric by which the strategy weights replies. With `require_same_layout`, which the strategies
+    of Flower need, every reply has to hold exactly one MetricRecord with that metric, the metrics that most clients
+    have, and, after training, the arrays of the model that was sent; `needed_metrics` are others that the strategy
+    computes models from. `max_norm` and `max_weight` are those of `Compressed`.
 
     It promises that the caller gets one reply for every reply that arrives, with the model's arrays in place of an
     update, or an error that says why the update was rejected. Messages of other kinds, and replies of clients without
     the mod, pass unchanged. It never changes a message that it is given, and never raises because of what a client has
-    sent. As with Flower's own grids, one thread uses it, that of the server app; one `Wire` is one training, and a
-    client must have answered before it gets its next message.
+    sent. As with Flower's own grids, one thread uses it, that of the server app; one `Wire` is one training. A
+    client that gets a message before it has answered the last one trains without its error memory.
     """
 
     def __init__(
         self, grid: Grid, *, download: Spec | None = None, rate: Rate | None = None, weighted_by: str = "num-examples",
-        require_same_layout: bool = False,
+        require_same_layout: bool = False, needed_metrics: tuple[str, ...] = (), max_norm: float | str | None = "auto",
+        max_weight: float | str | None = "auto",
     ):  # fmt: skip
         super().__init__(grid)
         self.rate = rate
         self.training = secrets.token_bytes(TRAINING)
         self.models = SentModels(download)
         self.meter = Meter()
-        self._intake = ReplyIntake(self.models, self.meter, rate, weighted_by, require_same_layout)
+        rules = ReplyRules(weighted_by, require_same_layout, needed_metrics)
+        self._intake = ReplyIntake(self.models, self.meter, rate, rules, RoundLimits(max_norm, max_weight))
         self._awaited: OrderedDict[str, AwaitedMessage] = OrderedDict()  # by id of the message
 
     @property
@@ -97,29 +103,43 @@ class Wire(GridWrapper):
 
     # ── messages out ──
 
-    def _prepare(self, messages: Iterable[Message]) -> list[tuple[Message, AwaitedMessage | None]]:
-        """Return the messages as they leave, each with what its reply needs; None for those that stay unchanged."""
+    def _prepare(self, messages: Iterable[Message]) -> list[tuple[Message, AwaitedMessage]]:
+        """Return the messages as they leave, each with what its reply needs."""
         messages = list(messages)
         model_records = [single_arrays(m) if m.has_content() and category(m) in COMPRESSED else None for m in messages]
         models = self.models.number_models([found[1] for found in model_records if found is not None])
         sizes: dict[int, int] = {}
-        outgoing: list[tuple[Message, AwaitedMessage | None]] = []
+        busy = self._busy_nodes()
+        outgoing: list[tuple[Message, AwaitedMessage]] = []
         for message, model_record in zip(messages, model_records, strict=True):
             if model_record is None:
-                outgoing.append((message, None))
+                outgoing.append((message, AwaitedMessage(message, None)))
             else:
                 key, record = model_record
-                awaited = AwaitedMessage(message, message.metadata.dst_node_id, models[id(record)])
-                outgoing.append((self._with_note(message, key, awaited), awaited))
+                node = message.metadata.dst_node_id
+                awaited = AwaitedMessage(message, models[id(record)], key, uses_memory=node not in busy)
+                outgoing.append((self._with_note(message, key, models[id(record)], awaited.uses_memory), awaited))
+                if category(message) == "train":
+                    busy.add(node)
             self.meter.count_message(outgoing[-1][0], sizes)
         return outgoing
 
-    def _with_note(self, message: Message, key: str, awaited: AwaitedMessage) -> Message:
+    def _busy_nodes(self) -> set[int]:
+        """Return the clients that are training, as far as is known: they have not replied, and still may."""
+        now = time.time()
+        return {
+            awaited.node
+            for awaited in self._awaited.values()
+            if awaited.kind == "train" and now < awaited.original.metadata.created_at + awaited.original.metadata.ttl
+        }
+
+    def _with_note(self, message: Message, key: str, model: SentModel, uses_memory: bool) -> Message:
         """Return the message with the server's note, and with the steps to the model where the client has a copy."""
-        record, have = self.models.for_client(awaited.node, awaited.model)
+        node = message.metadata.dst_node_id
+        record, have = self.models.for_client(node, model)
         rate = self.rate.instruction() if self.rate and category(message) == "train" else None
-        note = Note(self.training, awaited.model.number, self._accepted_of(awaited.node), rate, have)
-        self.meter.count_dense_model(message, awaited.model.record)
+        note = Note(self.training, model.number, self._accepted_of(node), rate, have, uses_memory)
+        self.meter.count_dense_model(message, model.record)
         return with_records(message, {**message.content, key: record, NOTE: note.record()})
 
     def _accepted_of(self, node: int) -> tuple[bytes, ...]:
@@ -128,11 +148,10 @@ class Wire(GridWrapper):
             return (self.accepted[node],)
         return tuple(list(self.accepted.values())[-MOST_TOKENS:])
 
-    def _await_replies(self, outgoing: list[tuple[Message, AwaitedMessage | None]]) -> None:
+    def _await_replies(self, outgoing: list[tuple[Message, AwaitedMessage]]) -> None:
         for message, awaited in outgoing:  # Flower has given them their ids by now
-            if awaited is not None:
-                self._awaited[message.metadata.message_id] = awaited
-        while len(self._awaited) > MOST_AWAITED:
+            self._awaited[message.metadata.message_id] = awaited
+        while len(self._awaited) > max(MOST_AWAITED, len(outgoing)):
             self._awaited.popitem(last=False)
 
     # ── replies in ──

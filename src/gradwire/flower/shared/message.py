@@ -19,8 +19,14 @@ from gradwire.errors import FrameError
 WIRE = 1  # the version of the note and of updates
 NOTE = ARRAY = STYPE = "gradwire"
 TOKEN = TRAINING = 8  # bytes
+NO_MEMORY = bytes(TOKEN)  # the token of an update that has left the error memory alone
 MAGIC = b"GWU"
 PERSONAL = 2**31  # models with this number or a higher one are not the same for all clients
+SECURE_AGGREGATION = "secaggplus_configs"  # the record of Flower's SecAgg+ in messages
+NO_SECURE_AGGREGATION = (
+    "secure aggregation (SecAgg+) and gradwire exclude each other: it adds up masked integers, which cannot be "
+    "compressed. Leave out gradwire.flower.compress and Compressed, or secaggplus_mod and SecAggPlusWorkflow"
+)
 # Codes of error replies: REFUSED is Flower's own for a mod that failed; NEEDS_WHOLE asks for the whole model.
 REFUSED, NEEDS_WHOLE = 6, 1606
 _HEAD = struct.Struct("<3sBI8sII")
@@ -36,6 +42,7 @@ class Note:
     accepted: tuple[bytes, ...] = ()  # tokens of the updates of this client that the server accepted last
     rate: str | None = None  # instruction of an adaptive rate
     have: int | None = None  # with compressed downloads: the model that the steps start from, 0 if the model is whole
+    uses_memory: bool = True  # False while another update of this client may be under way, with the same memory
 
     def record(self) -> ConfigRecord:
         """Return the note as a record for Flower's message."""
@@ -46,6 +53,8 @@ class Note:
             record["rate"] = self.rate
         if self.have is not None:
             record["have"] = self.have
+        if not self.uses_memory:
+            record["memory"] = False
         return record
 
     @classmethod
@@ -59,7 +68,14 @@ class Note:
         try:
             accepted = record["accepted"]
             tokens = tuple(accepted[i : i + TOKEN] for i in range(0, len(accepted), TOKEN))
-            note = cls(record["training"], record["model"], tokens, record.get("rate"), record.get("have"))
+            note = cls(
+                record["training"],
+                record["model"],
+                tokens,
+                record.get("rate"),
+                record.get("have"),
+                record.get("memory", True),
+            )
             note._check()
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"the server's gradwire record is damaged ({error})") from error
@@ -74,6 +90,8 @@ class Note:
             raise ValueError("tokens of other lengths")
         if self.rate is not None and not isinstance(self.rate, str):
             raise ValueError("a rate that is no text")
+        if not isinstance(self.uses_memory, bool):
+            raise ValueError("neither with the memory nor without")
 
 
 def with_records(message: Message, records: Mapping[str, Any]) -> Message:

@@ -7,6 +7,7 @@ docs/flower.md specifies every byte. This module works on tensors and their name
 from __future__ import annotations
 
 import fnmatch
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,7 +20,7 @@ from gradwire.aggregate.messages.message_coder import encode_frames
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import whole_tensors
 from gradwire.catalogue.parse_recipe import recipe
-from gradwire.catalogue.spec_by_name import SMALL, Spec
+from gradwire.catalogue.spec_by_name import SMALL, Spec, parse_spec, recipe_of_name
 from gradwire.codecs import CONVERTIBLE
 from gradwire.correct.error_memory_by_parameter import ErrorMemory
 from gradwire.errors import FrameError, GradwireError
@@ -57,11 +58,18 @@ class DeferredDecoding(Protocol):
         """Raise a FrameError if a decoded tensor must not be handed to a strategy."""
 
 
-def full_spec(spec: Spec) -> Spec:
-    """Return the spec for all tensors of a model: running statistics travel as `bf16` unless a pattern names them."""
+def full_spec(spec: Spec, names: Sequence[str]) -> Spec:
+    """Return the spec for all tensors of a model, which has these names.
+
+    Running statistics travel as `bf16`, unless a pattern names them or their recipe is `none`, which loses nothing.
+    """
     patterns = spec if isinstance(spec, Mapping) else {"*": spec}
-    named = any("running_" in pattern for pattern in patterns)
-    return patterns if named else {**dict.fromkeys(STATISTICS, "bf16"), **patterns}
+    recipes = parse_spec(patterns)
+    if any("running_" in pattern for pattern in patterns) or all(r.name == "none" for r in recipes.values()):
+        return patterns
+    statistics = [name for name in names if is_statistic(name)] if len(recipes) > 1 else []
+    exact = {glob.escape(name): "none" for name in statistics if recipe_of_name(name, recipes).name == "none"}
+    return {**exact, **dict.fromkeys(STATISTICS, "bf16"), **patterns}
 
 
 def encode(
@@ -75,8 +83,9 @@ def encode(
     difference is not finite. The arguments are not changed.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    recipes, errors = ModelRecipes(full_spec(spec)), ErrorMemory()
-    errors.load_state_dict({"memory": dict(memory or {})})
+    recipes, errors = ModelRecipes(full_spec(spec, names)), ErrorMemory()
+    # Nobody writes to them: what this update leaves out goes to other tensors.
+    errors.load({name: e.detach().to("cpu", torch.float32).contiguous() for name, e in (memory or {}).items()})
     tensors = [(name, t.detach().float().contiguous()) for name, t in differences.items() if t.numel()]
     for name, tensor in tensors:
         if not np.isfinite(kernels.absmax(tensor.view(-1))):
@@ -106,8 +115,9 @@ def decode(
 
     Large tensors go to `deferred` instead, if it is given. All results have the dtypes of the model's tensors, also
     where Flower has turned integers into floats by averaging them; with `new_dtypes`, values keep the dtype in which
-    they were sent. Raises a FrameError if the bytes are damaged or hostile; whatever they claim, no more memory is
-    allocated than the model itself takes. The model is not changed.
+    they were sent. Raises a FrameError if the bytes are damaged or hostile. Whatever they claim, the result takes no
+    more memory than the model itself, and decoding it at most half of a tensor beside (docs/wire-format.md). The model
+    is not changed.
     """
     view = memoryview(codecs.as_bytes(data))
     names = list(model)
@@ -193,6 +203,11 @@ def _is_large(header: headers.Header, group: list[str], model: Tensors) -> bool:
     """Whether a frame of differences holds a single large fp32 tensor that is no variance, which may need clamping."""
     fp32 = header.dtype == model[group[0]].dtype == torch.float32
     return len(group) == 1 and header.elements >= SMALL and fp32 and not is_variance(group[0])
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor of this name is a running statistic of batch normalization."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in STATISTICS)
 
 
 def is_variance(name: str) -> bool:
