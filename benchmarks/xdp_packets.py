@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from gradwire.aggregator.engine import Session
+from gradwire.aggregator.engine import Peer, Session
 from gradwire.aggregator.packet import packet_format, siphash
 from gradwire.aggregator.packet.packet_format import Kind, Packet
 from gradwire.aggregator.xdp import libbpf
@@ -106,7 +106,7 @@ def main() -> None:
     ):
         subprocess.run(["ip", *command.split()], check=True)
     engine = XdpEngine((OWN, PORT), ["near", "far"])
-    engine.open(Session(SESSION, KEY, tuple((f"10.88.0.{worker + 1}", 7000) for worker in range(WORKERS)), SLOTS))
+    engine.open(Session(SESSION, KEY, tuple(Peer(f"10.88.0.{worker + 1}", 7000) for worker in range(WORKERS)), SLOTS))
     for name, taken in measure(engine.program).items():
         print(f"{taken:7.0f} ns  {name}")
     print(f"{native_code():7.0f} ns  the code of such a packet by {siphash.code.__module__}, called from Python")

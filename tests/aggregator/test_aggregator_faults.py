@@ -17,7 +17,7 @@ import torch
 from gradwire import AggregateError
 from gradwire.aggregate.sums import aggregator_join
 from gradwire.aggregate.sums.aggregator_client import InNetwork
-from gradwire.aggregator.engine import Session
+from gradwire.aggregator.engine import Peer, Session
 from gradwire.aggregator.packet import packet_format, siphash
 from gradwire.aggregator.packet.packet_format import NOBODY, PACKET_BYTES, WORDS, Kind, Packet
 from gradwire.aggregator.registry import Registry
@@ -38,9 +38,9 @@ class Bench:
         for sock in self.sockets:
             sock.bind(("127.0.0.1", 0))
             sock.settimeout(0)
-        self.engine.open(Session(5, SESSION_KEY, tuple(sock.getsockname() for sock in self.sockets), 2))
+        self.engine.open(Session(5, SESSION_KEY, tuple(Peer(*sock.getsockname()) for sock in self.sockets), 2))
 
-    def send(self, datagram: bytes, sender: int = 0) -> list[tuple[bytes, tuple[str, int]]]:
+    def send(self, datagram: bytes, sender: int = 0) -> list[tuple[bytes, Peer]]:
         """What the engine hands on."""
         self.sockets[sender].sendto(datagram, self.engine.address)
         return self.engine.poll(0.2) if len(datagram) < PACKET_BYTES else self.engine.poll(0.0)
@@ -151,8 +151,8 @@ def test_the_registry_survives_noise() -> None:
         kind, payload = generator.randrange(16), generator.randbytes(generator.choice((0, 8, 24, 48, 63, 64, 65)))
         head = struct.pack("<2sBBIIHHB7x", b"GW", 1, kind, generator.choice((0, 1)), 0, 0, generator.randrange(70), 0)
         coded = siphash.code(generator.choice((KEY, SESSION_KEY)), head + payload).to_bytes(8, "little")
-        registry.handle(head + coded + payload, ("127.0.0.1", generator.randrange(65536)))
-        registry.handle(generator.randbytes(generator.randrange(100)), ("127.0.0.1", 1))
+        registry.handle(head + coded + payload, Peer("127.0.0.1", generator.randrange(65536)))
+        registry.handle(generator.randbytes(generator.randrange(100)), Peer("127.0.0.1", 1))
     assert registry.jobs == {}
     engine.shut()
 

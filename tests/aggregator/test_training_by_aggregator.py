@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AggregateError, GradwireError, SpecError
-from gradwire.aggregate.sums import aggregator_client
+from gradwire.aggregate.sums import aggregator_client, aggregator_for_all_or_none
 from gradwire.aggregate.sums.aggregator_client import InNetwork, Operation
+from gradwire.aggregate.transport.link import Link
 from gradwire.aggregator.server import Server
 from gradwire.aggregator.userspace_engine import UserspaceEngine
 from support.rank_pool import RankPool, Scenario, named
@@ -177,6 +178,39 @@ def lost_by_some_a_step_earlier(rank: int) -> None:
         InNetwork._run = served
 
 
+def lost_while_one_is_ahead_and_elsewhere(rank: int) -> None:
+    """Rank 0 has the last sum and waits for the others in a collective of the training; they wait for that sum."""
+    served, kept = InNetwork._run, (aggregator_client.IDLE_CHECK, aggregator_for_all_or_none.PATIENCE)
+    aggregator_client.IDLE_CHECK, aggregator_for_all_or_none.PATIENCE = 0.1, 1.0
+    words = torch.full((1000,), rank + 1, dtype=torch.int32)
+    nothing = torch.empty(0, dtype=torch.int32)
+
+    def run(client: InNetwork, operation: Operation) -> tuple[torch.Tensor, torch.Tensor]:
+        result = served(client, operation)
+        if rank and client.operations == 1:
+            raise AggregateError("the aggregator was lost")
+        return result
+
+    InNetwork._run = run
+    link = Link.beside(None, 20)
+    try:
+        with Aggregator(rank) as aggregator, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sums = aggregator_for_all_or_none.aggregator_sums(link, aggregator.address, True, 20)
+            for number in range(4):
+                sums.finish(sums.start(nothing, nothing))  # the aggregator counts no such sums
+                ored, added = sums.finish(sums.start(words, words * number))
+                assert (int(ored[0]), int(added[-1])) == (3, 6 * number)
+                if number == 1:
+                    aggregator.kill()
+                    dist.barrier()
+            sums.close()
+    finally:
+        InNetwork._run = served
+        aggregator_client.IDLE_CHECK, aggregator_for_all_or_none.PATIENCE = kept
+        link.close()
+
+
 def lost_without_a_fallback(rank: int) -> None:
     with Aggregator(rank) as aggregator:
         model = gradwire.DataParallel(Net(), "homomorphic:p=0.05", aggregator=aggregator.address, timeout=4)
@@ -223,9 +257,13 @@ def one_without_native_code(rank: int) -> None:
 
 SCENARIOS = [
     same_as_over_gloo, a_restarted_one_goes_on, without_it, lost_in_mid_training, lost_by_some_a_step_earlier,
-    lost_without_a_fallback, another_key, says_what_is_wrong, one_without_native_code,
+    lost_while_one_is_ahead_and_elsewhere, lost_without_a_fallback, another_key, says_what_is_wrong,
+    one_without_native_code,
 ]  # fmt: skip
-QUICK = {"same_as_over_gloo", "a_restarted_one_goes_on", "another_key", "says_what_is_wrong"}
+QUICK = {
+    "same_as_over_gloo", "a_restarted_one_goes_on", "another_key", "says_what_is_wrong",
+    "lost_while_one_is_ahead_and_elsewhere",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))

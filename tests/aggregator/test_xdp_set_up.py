@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -19,8 +21,9 @@ import pytest
 
 from gradwire import AggregateError, GradwireError
 from gradwire.aggregate.sums.aggregator_client import InNetwork
-from gradwire.aggregator.engine import Session
+from gradwire.aggregator.engine import Peer, Session
 from gradwire.aggregator.server import Server
+from gradwire.aggregator.xdp import libbpf
 from gradwire.aggregator.xdp.engine import XdpEngine
 from support import xdp_hosts
 from support.aggregation import JOB, at_once, equal, some_words, sums
@@ -105,6 +108,41 @@ def test_a_job_that_cannot_be_served_is_refused_and_others_go_on(hosts):
         over.set()
         serve.join()
         server.shut()
+
+
+@pytest.mark.parametrize("failing", ["descriptors", "memory"])
+def test_a_session_that_the_kernel_has_no_room_for_is_refused(hosts, engine, failing, monkeypatch):
+    """The aggregator goes on, and serves the next job."""
+    with job(hosts, engine, on=[0, 1]) as workers, hosts.inside(SWITCH):
+        one_more = Session(78, KEY, workers.addresses, 16)
+        if failing == "descriptors":
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, hard))
+            held = []
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            try:
+                with pytest.raises(GradwireError, match=r"cannot open a session: .*Too many open files"):
+                    engine.open(one_more)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in held:
+                    os.close(descriptor)
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(libbpf.BpfMap, "set", lambda *_: (_ for _ in ()).throw(MemoryError))
+                with pytest.raises(GradwireError, match="cannot open a session: no memory"):
+                    engine.open(one_more)
+        engine.open(one_more)
+        engine.close(78)
+        sent, results = one_round(0, 16, 2, seed=0)
+        assert exchange(workers, sent, random.Random(0)) == [results] * 2
+
+
+def test_ipv6_is_refused(hosts):
+    with hosts.inside(SWITCH), pytest.raises(GradwireError, match=r"IPv4 alone, not ::1.*--engine userspace"):
+        XdpEngine(("::1", 0), hosts.ports)
 
 
 def test_everything_else_passes(hosts, engine):
@@ -218,16 +256,16 @@ def test_errors_name_the_fix(hosts, engine, monkeypatch):
         with pytest.raises(GradwireError, match="cannot listen"):
             XdpEngine(engine.address, ["port0"])
         with pytest.raises(GradwireError, match=r"worker 10\.88\.0\.99.*--engine userspace"):
-            engine.open(Session(1, KEY, (("10.88.0.99", 1),), 16))
+            engine.open(Session(1, KEY, (Peer("10.88.0.99", 1),), 16))
         with pytest.raises(GradwireError, match="2048 a job"):
-            engine.open(Session(1, KEY, (("10.88.0.1", 1),), 2049))
+            engine.open(Session(1, KEY, (Peer("10.88.0.1", 1),), 2049))
         with pytest.raises(GradwireError, match="65 workers"):
-            engine.open(Session(1, KEY, (("10.88.0.1", 1),) * 65, 16))
+            engine.open(Session(1, KEY, (Peer("10.88.0.1", 1),) * 65, 16))
     engine.shut()
     with hosts.inside(SWITCH):
         narrow = XdpEngine((hosts.address, 0), hosts.ports[1:])
         with pytest.raises(GradwireError, match="--interface port0"):
-            narrow.open(Session(1, KEY, (("10.88.0.1", 1),), 16))
+            narrow.open(Session(1, KEY, (Peer("10.88.0.1", 1),), 16))
         narrow.shut()
         monkeypatch.setenv("PATH", "/nonexistent")
         with pytest.raises(GradwireError, match="which was not found: install it"):

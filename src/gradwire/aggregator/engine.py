@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-Address = tuple[str, int]
-"""An IPv4 address as text, and a port."""
+from gradwire.aggregator.addresses import Address
+
+
+class Peer(NamedTuple):
+    """Where packets come from, and where answers go."""
+
+    ip: str
+    """The IPv4 or IPv6 address as text."""
+    port: int
+    local: str = ""
+    """The address of this host that the packets came to, and that answers leave from: a worker takes no others. Empty
+    where the engine listens at one address only."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +26,8 @@ class Session:
     number: int
     key: bytes
     """16 bytes; the codes of DATA and RESULT are made with it."""
-    addresses: tuple[Address, ...]
-    """The address that worker i's results are sent to."""
+    addresses: tuple[Peer, ...]
+    """Where worker i's results are sent."""
     slots: int
     """Packets that a worker may have under way."""
 
@@ -33,17 +43,20 @@ class Engine(Protocol):
     """
 
     address: Address
-    """Where it listens."""
+    """Where it listens: an IP address and a port."""
     most_slots: int
     """Slots that one session may have now."""
 
     def open(self, session: Session) -> None:
-        """Serve a session from now on, with empty slots. GradwireError if it cannot be served."""
+        """Serve a session from now on, with empty slots.
+
+        GradwireError, and no other error, if it cannot be served; the engine then goes on as before.
+        """
 
     def close(self, number: int) -> None:
         """Forget a session; its number is not used again."""
 
-    def poll(self, seconds: float) -> list[tuple[bytes, Address]]:
+    def poll(self, seconds: float) -> list[tuple[bytes, Peer]]:
         """Serve data for at most this long, and return the packets that are not DATA of an open session.
 
         They are packets of the control plane, and a few of the DATA packets whose session is unknown. It returns early
@@ -51,7 +64,7 @@ class Engine(Protocol):
         """
         ...
 
-    def send(self, datagram: bytes, to: Address) -> None:
+    def send(self, datagram: bytes, to: Peer) -> None:
         """Send a packet of the control plane."""
 
     def counters(self) -> dict[str, int]:

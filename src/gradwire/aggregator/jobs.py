@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gradwire.aggregator.engine import Address, Session
+from gradwire.aggregator.engine import Peer, Session
 from gradwire.aggregator.packet.packet_format import Join
 
 
@@ -29,7 +29,7 @@ class Member:
     """One worker of a job, by its last JOIN."""
 
     join: Join
-    address: Address
+    address: Peer
     answer: bytes | None = None
     """The ACCEPT or REFUSE that it was sent; None while it waits for the others."""
     left: bool = False
@@ -39,7 +39,7 @@ class Member:
         """Note the ACCEPT or REFUSE that this worker is sent."""
         self.answer = answer
 
-    def move(self, address: Address) -> None:
+    def move(self, address: Peer) -> None:
         """Note that the worker's packets come from another address now."""
         self.address = address
 

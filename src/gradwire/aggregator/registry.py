@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-from gradwire.aggregator.engine import Address, Engine, Session
+from gradwire.aggregator.engine import Engine, Peer, Session
 from gradwire.aggregator.jobs import Job, Limits, Member, why_too_far_apart
 from gradwire.aggregator.packet import packet_format, siphash
 from gradwire.aggregator.packet.packet_format import Join, Kind, Packet
@@ -23,7 +23,7 @@ GONE_EVERY = 0.01
 """Seconds between answers to senders whose session is unknown."""
 
 _KINDS_BEFORE_A_SESSION = (bytes([Kind.HELLO]), bytes([Kind.JOIN]))
-Replies = list[tuple[bytes, Address]]
+Replies = list[tuple[bytes, Peer]]
 
 
 class Registry:
@@ -31,7 +31,7 @@ class Registry:
 
     It promises that nothing is kept for a sender that has not shown two things: that it has the shared key, and that it
     receives what is sent to its address (it returns a cookie). It promises, too, that the workers of a job get the same
-    session or none, that no reply to HELLO or JOIN is longer than the packet that caused it, and that session numbers
+    session or none, that a sender gets no reply that is longer than the packet that it sent, and that session numbers
     are never used again.
 
     `handle` and `forget_silent_jobs` are called by the server's thread alone. It never sends anything itself: replies
@@ -52,7 +52,7 @@ class Registry:
         self._last_gone = 0.0
         self.refused = self.forged = 0
 
-    def handle(self, datagram: bytes, address: Address) -> Replies:
+    def handle(self, datagram: bytes, address: Peer) -> Replies:
         """Return the replies to a packet that the engine has handed on."""
         if datagram[3:4] in _KINDS_BEFORE_A_SESSION and not packet_format.has_code_of(datagram, self.key):
             self.forged += 1
@@ -67,7 +67,7 @@ class Registry:
                 case Kind.ASK | Kind.LEAVE:
                     return self._answer_in_session(packet, address)
                 case Kind.DATA:
-                    return self._answer_unknown_session(packet.session, address)
+                    return self._answer_unknown_session(packet, address)
         except packet_format.BadPacket:
             pass
         return []
@@ -87,19 +87,19 @@ class Registry:
 
     # ── joining ──
 
-    def _answer_hello(self, packet: Packet, address: Address) -> Replies:
+    def _answer_hello(self, packet: Packet, address: Peer) -> Replies:
         if len(packet.payload) != packet_format.HELLO_BYTES:
             return []
         nonce = packet.payload[: packet_format.NONCE_BYTES]
         challenge = packet_format.challenge_payload(nonce, self._cookie(nonce, address))
         return [(self._pack(Kind.CHALLENGE, challenge), address)]
 
-    def _cookie(self, nonce: bytes, address: Address, periods_ago: int = 0) -> bytes:
+    def _cookie(self, nonce: bytes, address: Peer, periods_ago: int = 0) -> bytes:
         period = int(self.clock() / COOKIE_SECONDS) - periods_ago
-        text = f"{address[0]} {address[1]} {period} ".encode()
+        text = f"{address.ip} {address.port} {period} ".encode()
         return siphash.code(self._secret, text + nonce).to_bytes(packet_format.COOKIE_BYTES, "little")
 
-    def _answer_join(self, join: Join, worker: int, address: Address) -> Replies:
+    def _answer_join(self, join: Join, worker: int, address: Peer) -> Replies:
         if join.cookie not in (self._cookie(join.nonce, address), self._cookie(join.nonce, address, 1)):
             return []  # the worker says HELLO again
         reason = self._objection(join, worker)
@@ -185,13 +185,14 @@ class Registry:
         gone = self._pack(Kind.GONE, packet_format.gone_payload(session.number), session.number)
         return [(gone, address) for address in session.addresses]
 
-    def _answer_in_session(self, packet: Packet, address: Address) -> Replies:
+    def _answer_in_session(self, packet: Packet, address: Peer) -> Replies:
         """Reply to ASK, and take note of LEAVE."""
         name, job = self.sessions.get(packet.session, (b"", None))
         if job is None or job.session is None:
-            return self._answer_unknown_session(packet.session, address)
+            return self._answer_unknown_session(packet, address)
         session = job.session
-        if packet.worker >= job.world or packet.payload or not packet.has_code_of(session.key):
+        zeros = packet_format.ASK_BYTES if packet.kind == Kind.ASK else 0
+        if packet.worker >= job.world or packet.payload != bytes(zeros) or not packet.has_code_of(session.key):
             self.forged += 1
             return []
         if packet.kind == Kind.LEAVE:
@@ -209,14 +210,16 @@ class Registry:
             answer = Packet(Kind.TELL, session.number, payload=silences).pack(session.key)
         return [(answer, session.addresses[packet.worker])]
 
-    def _answer_unknown_session(self, session: int, address: Address) -> Replies:
-        """Reply GONE to a packet whose session has ended. Anyone can send such packets, so there are few replies.
+    def _answer_unknown_session(self, packet: Packet, address: Peer) -> Replies:
+        """Reply GONE to a packet whose session has ended.
 
-        There is none for a session that is still to come: who had collected those could end it.
+        Anyone can send such packets, in anyone's name, so there are few replies, and none to a packet that is shorter
+        than the reply. There is none for a session that is still to come: who had collected those could end it.
         """
-        now = self.clock()
+        now, session = self.clock(), packet.session
         to_come = (self._last_session - session) % 2**32 >= 2**31
-        if now - self._last_gone < GONE_EVERY or to_come or session in self.sessions:
+        too_short = len(packet.payload) < packet_format.GONE.size
+        if now - self._last_gone < GONE_EVERY or too_short or to_come or session in self.sessions:
             return []
         self._last_gone = now
         return [(self._pack(Kind.GONE, packet_format.gone_payload(session), session), address)]

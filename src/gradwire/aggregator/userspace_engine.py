@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.aggregator.engine import Address, Session
+from gradwire.aggregator.addresses import Address, in_text
+from gradwire.aggregator.engine import Peer, Session
 from gradwire.errors import GradwireError
 
 try:
@@ -25,29 +26,32 @@ class UserspaceEngine:
                 "the aggregator needs gradwire's native module, on Linux: install gradwire from its source folder"
                 " (pip install .) or a wheel"
             )
-        ip, port = bind
         try:
-            self._native = _Aggregator(ip, port)
+            self._native = _Aggregator(*bind)
         except (RuntimeError, ValueError) as error:
-            raise GradwireError(f"cannot listen at {ip}:{port}: {error}") from None
+            raise GradwireError(f"cannot listen at {in_text(bind)}: {error}") from None
         self.address: Address = self._native.address()
         self.receive_buffer: int = self._native.receive_buffer()
         """Bytes of the socket's buffer; packets that find it full are lost, and sent again."""
 
     def open(self, session: Session) -> None:
-        """Serve a session from now on, with empty slots."""
-        self._native.open(session.number, session.key, list(session.addresses), session.slots)
+        """Serve a session from now on, with empty slots. GradwireError if there is no memory for them."""
+        try:
+            self._native.open(session.number, session.key, [Peer(*peer) for peer in session.addresses], session.slots)
+        except (MemoryError, ValueError) as error:
+            raise GradwireError(
+                f"cannot open a session of {session.slots} slots: {str(error) or 'no memory'}"
+            ) from None
 
     def close(self, number: int) -> None:
         """Forget a session, and give back the memory of its slots."""
         self._native.close(number)
 
-    def poll(self, seconds: float) -> list[tuple[bytes, Address]]:
+    def poll(self, seconds: float) -> list[tuple[bytes, Peer]]:
         """Serve data for at most this long, and return the packets that the control plane has to answer."""
-        packets: list[tuple[bytes, Address]] = self._native.poll(seconds)
-        return packets
+        return [(datagram, Peer(*peer)) for datagram, peer in self._native.poll(seconds)]
 
-    def send(self, datagram: bytes, to: Address) -> None:
+    def send(self, datagram: bytes, to: Peer) -> None:
         """Send a packet of the control plane."""
         self._native.send(datagram, to)
 

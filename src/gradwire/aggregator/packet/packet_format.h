@@ -41,7 +41,9 @@ enum {
     PACKET_JOB_BYTES = 16,  // of a job's name
     PACKET_HELLO_BYTES = 64,  // payload of HELLO: a nonce and zeros, so that no reply is longer than its cause
     PACKET_REASON_BYTES = 48,  // of a refusal, at most
-    PACKET_IP_AND_UDP_BYTES = 28  // IPv4 and UDP headers: an interface counts them beside the packet
+    PACKET_ASK_BYTES = 128,  // payload of ASK: zeros, as long as the longest TELL, for the same reason
+    PACKET_IP_AND_UDP_BYTES = 28,  // IPv4 and UDP headers: an interface counts them beside the packet
+    PACKET_IPV6_AND_UDP_BYTES = 48  // the same with IPv6
 };
 
 enum packet_kind {

@@ -13,7 +13,8 @@ import struct
 import time
 from collections.abc import Sequence
 
-from gradwire.aggregator.engine import Address, Session
+from gradwire.aggregator.addresses import Address
+from gradwire.aggregator.engine import Peer, Session
 from gradwire.aggregator.packet.packet_format import MOST_WORKERS
 from gradwire.aggregator.xdp import build, libbpf
 from gradwire.aggregator.xdp.interfaces import Attachments
@@ -53,7 +54,7 @@ class XdpEngine:
         self.most_slots = MOST_SLOTS
         self._attachments = Attachments()
         try:
-            self._object = libbpf.BpfObject(build.object_file())
+            self._object = libbpf.BpfObject(build.compiled_program())
         except BaseException:
             self._socket.close()
             raise
@@ -69,13 +70,19 @@ class XdpEngine:
 
     def open(self, session: Session) -> None:
         """Serve a session from now on, with empty slots. GradwireError if a worker cannot be reached by XDP."""
+        try:
+            self._open(session)
+        except (OSError, MemoryError) as error:  # no descriptors left, no memory in the kernel, …
+            raise GradwireError(f"the XDP engine cannot open a session: {str(error) or 'no memory'}") from None
+
+    def _open(self, session: Session) -> None:
         if len(session.addresses) > WORKERS:
             raise GradwireError(f"{len(session.addresses)} workers; an aggregator takes up to {WORKERS} a job")
         index, slots = self._room(session)
-        routes = [route_to(ip, self.interfaces) for ip, _ in session.addresses]
+        routes = [route_to(peer.ip, self.interfaces) for peer in session.addresses]
         packed_routes = b"".join(
-            ROUTE.pack(route.mac, route.own_mac, *_packed(address))
-            for route, address in zip(routes, session.addresses, strict=True)
+            ROUTE.pack(route.mac, route.own_mac, *_packed((peer.ip, peer.port)))
+            for route, peer in zip(routes, session.addresses, strict=True)
         )
         devices = libbpf.device_map(WORKERS)
         try:
@@ -123,23 +130,24 @@ class XdpEngine:
         del self._sessions[number]
         self._update_most_slots()
 
-    def poll(self, seconds: float) -> list[tuple[bytes, Address]]:
+    def poll(self, seconds: float) -> list[tuple[bytes, Peer]]:
         """Wait for at most this long for packets that the control plane has to answer, and return them."""
-        packets: list[tuple[bytes, Address]] = []
+        packets: list[tuple[bytes, Peer]] = []
         if select.select([self._socket], [], [], max(0.0, seconds))[0]:
-            while len(packets) < 256:
+            for _ in range(256):
                 try:
-                    packets.append(self._socket.recvfrom(65535))
+                    datagram, sender = self._socket.recvfrom(65535)
                 except BlockingIOError:
                     break
-                except ConnectionError:  # a worker's host says that nobody listens there
+                except OSError:  # a worker's host says that nobody listens there, an interface is down, …
                     continue
+                packets.append((datagram, Peer(*sender)))
         return packets
 
-    def send(self, datagram: bytes, to: Address) -> None:
+    def send(self, datagram: bytes, to: Peer) -> None:
         """Send a packet of the control plane."""
         with contextlib.suppress(OSError):  # no route, a full buffer, …: lost, like any packet
-            self._socket.sendto(datagram, to)
+            self._socket.sendto(datagram, (to.ip, to.port))
 
     def counters(self) -> dict[str, int]:
         """Return what was counted since the start, on all processors together."""
@@ -171,6 +179,10 @@ def _packed(address: Address) -> tuple[bytes, bytes]:
 
 
 def _listen(bind: Address) -> socket.socket:
+    if ":" in bind[0]:
+        raise GradwireError(
+            f"the XDP engine speaks IPv4 alone, not {bind[0]}: --bind an IPv4 address, or use --engine userspace"
+        )
     try:
         address = socket.inet_aton(socket.gethostbyname(bind[0]))
     except OSError:

@@ -36,7 +36,7 @@ def library() -> ctypes.CDLL:
             "the XDP engine needs libbpf 1.0 or later (libbpf.so.1): install it (Debian, Ubuntu: apt-get install "
             "libbpf1; Fedora: dnf install libbpf), or use --engine userspace"
         ) from None
-    for name in ("bpf_object__open_file", "bpf_object__find_program_by_name"):
+    for name in ("bpf_object__open_mem", "bpf_object__find_program_by_name"):
         getattr(loaded, name).restype = ctypes.c_void_p
     loaded.libbpf_set_print(_collector)
     return loaded
@@ -115,12 +115,15 @@ def cpus() -> int:
 
 
 class BpfObject:
-    """A loaded object file. Its programs and maps live until `close`, or until this process ends."""
+    """A loaded object file, from its bytes. Its programs and maps live until `close`, or until this process ends."""
 
-    def __init__(self, path: Path):
-        self._object = ctypes.c_void_p(library().bpf_object__open_file(os.fsencode(path), None))
+    def __init__(self, program: bytes):
+        opened = library().bpf_object__open_mem(program, ctypes.c_size_t(len(program)), None)
+        self._object = ctypes.c_void_p(opened)
         if not self._object:
-            raise GradwireError(f"libbpf cannot read {path}; delete it, so that it is compiled again")
+            raise GradwireError(
+                "libbpf cannot read the compiled XDP program; delete ~/.cache/gradwire/xdp: it is compiled again"
+            )
         _messages.clear()
         try:
             _checked(library().bpf_object__load(self._object), "load the XDP program")

@@ -42,7 +42,9 @@ def route_to(ip: str, interfaces: Collection[str]) -> Route:
     neighbours = [entry["lladdr"] for entry in entries if "lladdr" in entry]
     if not device or not neighbours:
         raise GradwireError(f"no Ethernet address is known for worker {ip} (route: {device or 'none'}); {ELSEWHERE}")
-    own_mac = _ask("ip", "link", "show", "dev", device)[0]["address"]
+    links = _ask("ip", "link", "show", "dev", device)
+    if not links or "address" not in links[0]:  # it went away a moment ago
+        raise GradwireError(f"the interface {device} to worker {ip} has no Ethernet address; {ELSEWHERE}")
     port = device
     if device not in interfaces:  # a bridge whose ports are ours
         ports = _ask("bridge", "fdb", "get", neighbours[0], "br", device)
@@ -52,7 +54,7 @@ def route_to(ip: str, interfaces: Collection[str]) -> Route:
             f"worker {ip} is reached by {port}, which is none of this aggregator's interfaces "
             f"({', '.join(interfaces)}): start it with --interface {port}, or {ELSEWHERE}"
         )
-    return Route(socket.if_nametoindex(port), _mac(neighbours[0]), _mac(own_mac))
+    return Route(socket.if_nametoindex(port), _mac(neighbours[0]), _mac(links[0]["address"]))
 
 
 def _mac(text: str) -> bytes:
@@ -65,4 +67,7 @@ def _ask(program: str, *arguments: str) -> list[dict[str, Any]]:
     if not path:
         raise GradwireError(f"the XDP engine needs the program {program!r}: install iproute2, or {ELSEWHERE}")
     answer = subprocess.run([path, "-json", *arguments], check=False, capture_output=True, text=True)
-    return [entry for entry in json.loads(answer.stdout or "[]") if entry] if answer.returncode == 0 else []
+    try:
+        return [entry for entry in json.loads(answer.stdout or "[]") if entry] if answer.returncode == 0 else []
+    except ValueError:  # a version of it that does not know -json here
+        return []

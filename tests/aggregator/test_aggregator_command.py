@@ -1,0 +1,55 @@
+"""`gradwire aggregator`: signals, and mistakes that users make. (test_aggregator.py runs it as a program.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gradwire import GradwireError, SpecError
+from gradwire.aggregator.userspace_engine import UserspaceEngine
+from gradwire.cli import aggregator as command
+from support.aggregation import in_a_child
+
+pytest.importorskip("gradwire._native")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_soon_as_it_says_that_it_listens(number: signal.Signals, tmp_path: Path) -> None:
+    """A script may wait for that line, and end the aggregator then: with exit code 0, and all figures."""
+    figures = tmp_path / "figures.json"
+
+    class Console(command.Console):
+        def print(self, *objects: object, **options: object) -> None:
+            os.kill(os.getpid(), number)
+
+    def check() -> None:
+        command.Console = Console
+        command.aggregator(bind="127.0.0.1:0", json=figures)
+        assert json.loads(figures.read_text())["packets"] == 0
+
+    assert in_a_child(check)
+
+
+def test_mistakes_are_found_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_serve", lambda *_: pytest.fail("it serves"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(GradwireError, match=r"cannot write .*No such file or directory"):
+        command.aggregator(bind="127.0.0.1:0", json=tmp_path / "nowhere" / "figures.json")
+    with pytest.raises(SpecError, match=r"--bind '127\.0\.0\.1': it is HOST:PORT"):
+        command.aggregator(bind="127.0.0.1")
+    with pytest.raises(SpecError, match=r"--bind '::1:9999': an IPv6 address stands in brackets"):
+        command.aggregator(bind="::1:9999")
+    with pytest.raises(SpecError, match=r"no address of 'no-such-host\.invalid' was found"):
+        command.aggregator(bind="no-such-host.invalid:1")
+    monkeypatch.setenv("GRADWIRE_KEY", "abc")
+    with pytest.raises(SpecError, match="GRADWIRE_KEY is not a key"):
+        command.aggregator(bind="127.0.0.1:0")
+    monkeypatch.delenv("GRADWIRE_KEY")
+    first = UserspaceEngine(("127.0.0.1", 0))
+    with pytest.raises(GradwireError, match=rf"cannot listen at 127.0.0.1:{first.address[1]}: .*in use"):
+        command.aggregator(bind=f"127.0.0.1:{first.address[1]}")
+    first.shut()
