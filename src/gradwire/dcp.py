@@ -17,6 +17,8 @@ import os
 import re
 import secrets
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -39,10 +41,12 @@ class HasAllRanks(Protocol):
 def shard(handle: HasAllRanks) -> dict[str, Any]:
     """Return this rank's part of the state dict that `dcp.save` gets. All ranks must call it."""
     ranks = handle.all_ranks
+    with ranks.together("gradwire.dcp.shard(handle)"):
+        save = exchanged(secrets.token_hex(8), ranks.group)[0]
     kept: dict[str, Any] = {}
     note: dict[str, Any] = {
         "format": FORMAT,
-        "save": exchanged(secrets.token_hex(8), ranks.group)[0],
+        "save": save,
         "members": _members(ranks.group),
         "tensors": [],  # [path, shape, dtype, checksum]
         "values": [],  # [path, what is no tensor]
@@ -70,18 +74,22 @@ def load(
     them. `key` has dots where dicts were nested; `storage_reader` is for checkpoints that are not in a folder.
     """
     ranks = handle.all_ranks
-    saved = _Saved(key, checkpoint_id, storage_reader, ranks.group)
-    own = _own_number()
-    if own in saved.notes and saved.notes[own]["members"] == _members(ranks.group):
-        state = saved.state_of(own)
-    elif len({tuple(note["members"]) for note in saved.notes.values()}) == 1:
-        state = saved.mean()
-    else:
-        raise CheckpointError(
-            f"{saved.name} was saved by several process groups, and this rank is in another one: "
-            f"load it with the same number of ranks in the same groups"
-        )
+    with ranks.together("gradwire.dcp.load(handle, …)"):
+        state = _state_for_this_rank(_Saved(key, checkpoint_id, storage_reader, ranks.group), ranks.group)
     ranks.handle.load_state_dict(state)
+
+
+def _state_for_this_rank(saved: _Saved, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Return what this rank had saved, or the mean of all if there were other ranks then."""
+    own = _own_number()
+    if own in saved.notes and saved.notes[own]["members"] == _members(group):
+        return saved.state_of(own)
+    if len({tuple(note["members"]) for note in saved.notes.values()}) == 1:
+        return saved.mean()
+    raise CheckpointError(
+        f"{saved.name} was saved by several process groups, and this rank is in another one: "
+        f"load it with the same number of ranks in the same groups"
+    )
 
 
 class _Saved:
@@ -90,7 +98,7 @@ class _Saved:
     def __init__(
         self, key: str, checkpoint_id: str | os.PathLike[str] | None, reader: Any, group: dist.ProcessGroup | None
     ):
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint import FileSystemReader
 
         if reader is None and checkpoint_id is not None:
             reader = FileSystemReader(checkpoint_id)
@@ -100,11 +108,12 @@ class _Saved:
         self.name = str(checkpoint_id or getattr(reader, "checkpoint_id", "the checkpoint"))
         self.key, self.group = key, group
         self.notes = self._read_notes(self._numbers())
-        self._known = {
-            (number, tuple(path)): (torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), checksum)
-            for number, note in self.notes.items()
-            for path, shape, dtype, checksum in note["tensors"]
-        }
+        with self._explain_damage():
+            self._known = {
+                (number, tuple(path)): (torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), checksum)
+                for number, note in self.notes.items()
+                for path, shape, dtype, checksum in note["tensors"]
+            }
 
     def _numbers(self) -> list[int]:
         """Of the ranks that saved."""
@@ -131,17 +140,28 @@ class _Saved:
 
     def _read_notes(self, numbers: list[int]) -> dict[int, dict[str, Any]]:
         read = self._read({self._flat(number, ("note",)): "" for number in numbers})
-        notes = {number: json.loads(read[self._flat(number, ("note",))]) for number in numbers}
-        for number, note in notes.items():
-            if note.get("format") != FORMAT:
-                raise CheckpointError(f"{self.name} is of another version of gradwire (this one reads {FORMAT!r})")
-            for other in note["members"]:
-                if other not in notes or notes[other]["save"] != note["save"]:
-                    raise CheckpointError(
-                        f"{self.name} is torn: the parts of ranks {number} and {other} are not of the same save; "
-                        f"load another one, and save each into a folder of its own"
-                    )
+        with self._explain_damage():
+            notes = {number: json.loads(read[self._flat(number, ("note",))]) for number in numbers}
+            for number, note in notes.items():
+                if note.get("format") != FORMAT:
+                    raise CheckpointError(f"{self.name} is of another version of gradwire (this one reads {FORMAT!r})")
+                for other in note["members"]:
+                    if other not in notes or notes[other]["save"] != note["save"]:
+                        raise CheckpointError(
+                            f"{self.name} is torn: the parts of ranks {number} and {other} are not of the same save; "
+                            f"load another one, and save each into a folder of its own"
+                        )
         return notes
+
+    @contextmanager
+    def _explain_damage(self) -> Iterator[None]:
+        """Raise a CheckpointError if what stands in a note is not what `shard` writes."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.name} is damaged, or was not written by gradwire: load another one"
+            ) from error
 
     def state_of(self, number: int) -> dict[str, Any]:
         """Of one rank."""
@@ -170,19 +190,25 @@ class _Saved:
 
     def _values(self, number: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for path, value in self.notes[number]["values"]:
-            put(state, tuple(path), value)
+        with self._explain_damage():
+            for path, value in self.notes[number]["values"]:
+                put(state, tuple(path), value)
         return state
 
     def _tensors(self, wanted: list[tuple[int, Path]]) -> dict[tuple[int, Path], torch.Tensor]:
         """Checked; all ranks learn what is damaged, so that none waits for another."""
         read = self._read({self._flat(*item): torch.zeros_like(self._known[item][0], device="cpu") for item in wanted})
         tensors = {item: read[self._flat(*item)] for item in wanted}
-        damaged = [self._flat(*item) for item, tensor in tensors.items() if _checksum(tensor) != self._known[item][1]]
+        damaged = [self._flat(*item) for item, tensor in tensors.items() if not self._is_sound(item, tensor)]
         for found in exchanged(damaged, self.group):
             if found:
                 raise CheckpointError(f"{self.name} is damaged (checksum of {found[0]}): load another one")
         return tensors
+
+    def _is_sound(self, item: tuple[int, Path], tensor: Any) -> bool:
+        like, checksum = self._known[item]
+        is_like = isinstance(tensor, torch.Tensor) and (tensor.dtype, tensor.shape) == (like.dtype, like.shape)
+        return is_like and _checksum(tensor) == checksum
 
     def _read(self, flat: dict[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.api import CheckpointException

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -9,13 +10,14 @@ import socket
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from gradwire.checkpoints import run_file
+from gradwire.checkpoints import run_file, whole_file
 from gradwire.checkpoints.run_file import Checkpoint, CheckpointError
 
 
@@ -170,11 +172,11 @@ def test_digest_sees_a_single_bit() -> None:
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """The system's reason, as a CheckpointError; the file before is whole, and nothing is left beside it."""
     path = tmp_path / "run.pt"
-    run_file.write_whole(path, {"kept": torch.ones(3)})
+    whole_file.write_whole(path, {"kept": torch.ones(3)})
     program = f"""
 import resource, signal, torch
 from pathlib import Path
-from gradwire.checkpoints.run_file import CheckpointError, write_whole
+from gradwire.checkpoints.whole_file import CheckpointError, write_whole
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -193,23 +195,77 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     program = f"""
 import os, signal, torch
 from pathlib import Path
-from gradwire.checkpoints.run_file import write_whole
+from gradwire.checkpoints.whole_file import write_whole
 torch.save = lambda content, file: (file.write(b"half"), file.flush(), os.kill(os.getpid(), signal.SIGKILL))
 write_whole(Path({str(path)!r}), {{}})
 """
     for _ in range(2):
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 1  # that of the last one: each removes what is left of others
-    (tmp_path / f".run.pt.gradwire-{socket.gethostname()}-{os.getpid()}-999").write_text("another thread's")
-    (tmp_path / ".run.pt.gradwire-elsewhere-1-0").write_text("another machine's")
-    run_file.write_whole(path, {})
-    assert len(os.listdir(tmp_path)) == 3
+    with open(tmp_path / ".run.pt.gradwire-another", "wb") as in_use:
+        fcntl.flock(in_use, fcntl.LOCK_EX)
+        whole_file.write_whole(path, {})
+        assert sorted(os.listdir(tmp_path)) == [".run.pt.gradwire-another", "run.pt"]
+    whole_file.write_whole(path, {})
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_remains_of_a_process_with_the_same_number(tmp_path: Path) -> None:
+    """In a container every run has the same numbers; a remain of the last one is in nobody's way."""
+    remains = [f".run.pt.gradwire-{socket.gethostname()}-{os.getpid()}-{count}" for count in range(2000)]
+    for name in remains:
+        (tmp_path / name).write_text("half")
+    whole_file.write_whole(tmp_path / "run.pt", {})
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_those_who_save_at_once_do_not_remove_each_others_files(tmp_path: Path) -> None:
+    """Locks keep threads apart as they do processes: each opens files of its own."""
+
+    def save(_: int) -> None:
+        for step in range(50):
+            whole_file.write_whole(tmp_path / "run.pt", {"step": step})
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(save, range(4)))
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert whole_file.read_whole(tmp_path / "run.pt") == {"step": 49}
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """What it leads to may lie on another disk, which has more room."""
+    (tmp_path / "large").mkdir()
+    link = tmp_path / "run.pt"
+    link.symlink_to("large/run.pt")
+    for step in range(2):  # where it leads to a file, and before there is one
+        whole_file.write_whole(link, {"step": step})
+        assert link.is_symlink()
+        assert whole_file.read_whole(tmp_path / "large" / "run.pt") == {"step": step}
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """`--save /dev/null` by root would leave the machine without one."""
+    os.mkfifo(path := tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=r"pipe: it is no ordinary file: name another one"):
+        whole_file.write_whole(path, {})
+    assert path.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_the_longest_names_that_a_file_can_have(tmp_path: Path) -> None:
+    path = tmp_path / ("ü" * 127)
+    for step in range(2):
+        whole_file.write_whole(path, {"step": step})
+    assert whole_file.read_whole(path) == {"step": 1}
+    with pytest.raises(CheckpointError, match="File name too long"):
+        whole_file.write_whole(tmp_path / ("n" * 256), {})
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        run_file.write_whole(tmp_path / "run.pt", {})
+        whole_file.write_whole(tmp_path / "run.pt", {})
     finally:
         os.umask(before)
     assert (tmp_path / "run.pt").stat().st_mode & 0o777 == 0o640

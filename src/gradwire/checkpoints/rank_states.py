@@ -6,7 +6,8 @@ the error memories: the gradient is a mean over workers, so that what is still t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -33,12 +34,27 @@ class HasState(Protocol):
 class AllRanks:
     """All ranks' states in one: what `handle.all_ranks` is, and what frameworks take that let rank 0 write."""
 
-    def __init__(self, handle: HasState, group: Group = None):
-        self.handle, self.group = handle, group
+    def __init__(
+        self,
+        handle: HasState,
+        group: Group = None,
+        together: Callable[[str], AbstractContextManager[None]] | None = None,
+    ):
+        """`together` begins a block when all ranks are in the call that it names, and raises if one does not come."""
+        self.handle, self.group, self._together = handle, group, together
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks on rank 0, and an empty dict elsewhere. All ranks must call it."""
-        return gather(self.handle.state_dict(), self.group)
+        """Return the states of all ranks on rank 0, and an empty dict elsewhere. All ranks must call it.
+
+        If some do not within the timeout of the handle, or one is lost meanwhile, it is an AggregateError.
+        """
+        state = self.handle.state_dict()
+        with self.together("handle.all_ranks.state_dict()"):
+            return gather(state, self.group)
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """Return a block for what all ranks do in this call: it begins when all are there, if that can be found out."""
+        return nullcontext() if self._together is None else self._together(call)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part of what rank 0 saved; on another number of workers, the mean of all parts."""
@@ -56,16 +72,20 @@ def own_part(state: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
         )
     if "ranks" not in state:
         return dict(state)
-    if state.get("format") != FORMAT or not isinstance(state["ranks"], list) or not state["ranks"]:
+    states = state["ranks"]
+    is_gathered = isinstance(states, list) and bool(states) and str(state.get("format")) == FORMAT
+    if not is_gathered or not all(isinstance(of_rank, Mapping) for of_rank in states):
         raise CheckpointError(f"not a gathered state of this version of gradwire ({FORMAT!r})")
     rank, workers = place(group)
-    states: list[dict[str, Any]] = state["ranks"]
-    return states[rank] if len(states) == workers else combined(states)
+    return dict(states[rank]) if len(states) == workers else combined(states)
 
 
 def combined(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the state that every rank starts from on another number of workers."""
-    return with_shards(mean(states), len(states))
+    try:
+        return with_shards(mean(states), len(states))
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # tensors of other shapes, or none at all
+        raise CheckpointError("the states of the ranks in this checkpoint do not fit together: load another") from error
 
 
 def mean(states: list[Any], workers: int | None = None) -> Any:
@@ -75,14 +95,20 @@ def mean(states: list[Any], workers: int | None = None) -> Any:
     """
     workers = workers or len(states)
     first = states[0]
+    if any(isinstance(state, Mapping) != isinstance(first, Mapping) for state in states):
+        raise ValueError("a dict on some ranks, and something else on others")
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for state in states for key in state)
         return {key: mean([state[key] for state in states if key in state], workers) for key in keys}
     if isinstance(first, torch.Tensor) and first.is_floating_point():
         total = first.to(torch.float64, copy=True)
         for other in states[1:]:
+            if other.shape != first.shape:
+                raise ValueError("tensors of other shapes on other ranks")
             total += other
         return (total / workers).to(first.dtype)
+    if isinstance(first, str) and any(state != first for state in states):
+        raise ValueError("other recipes on other ranks")
     return first
 
 

@@ -8,11 +8,7 @@ not sent or not counted yet would otherwise be lost. The file is an ordinary `to
 from __future__ import annotations
 
 import hashlib
-import itertools
-import os
-import socket
-import zipfile
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,11 @@ import torch
 from torch import nn
 
 from gradwire.checkpoints.rank_states import combined
+from gradwire.checkpoints.saved_values import count_in
+from gradwire.checkpoints.whole_file import read_whole, write_whole
 from gradwire.errors import CheckpointError
 
 FORMAT = "gradwire checkpoint 1"
-_counter = itertools.count()  # of the files that this process has begun
 
 
 @dataclass
@@ -66,86 +63,34 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     write_whole(path, {"format": FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}})
 
 
-def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """torch.save to a file beside it, which takes its place when it is on the disk."""
-    _remove_remains(path)
-    temporary = path.parent / f"{_beginning(path)}{os.getpid()}-{next(_counter)}"
-    try:
-        with open(temporary, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter, on a full disk for instance
-        raise CheckpointError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _beginning(path: Path) -> str:
-    """Return how the names of temporary files of this path begin; the number of the process follows.
-
-    Other machines may write to the same folder, and processes there have numbers of their own.
-    """
-    return f".{path.name}.gradwire-{socket.gethostname()}-"
-
-
-def _remove_remains(path: Path) -> None:
-    """Remove temporary files that processes left which were killed while they saved."""
-    beginning = _beginning(path)
-    with suppress(OSError):  # if there is no such folder, saving will say so
-        for name in os.listdir(path.parent):
-            number = name.removeprefix(beginning).partition("-")[0] if name.startswith(beginning) else ""
-            if number.isdecimal() and not _is_alive(int(number)):
-                (path.parent / name).unlink(missing_ok=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is somebody else's
-        return True
-    return True
-
-
-def _reason(error: BaseException) -> str:
-    """Return why writing failed, in a line: what the system said, if that is known."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; nothing in the file is run, whoever wrote it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the archive's checksums
-        if damaged:
-            raise CheckpointError(f"{path} is damaged (checksum of {damaged}): resume from another one")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
-    except Exception as error:  # a damaged archive can raise nearly anything
-        raise CheckpointError(f"{path} is damaged or not a checkpoint: resume from another one") from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+    content = read_whole(path)
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if not isinstance(found, str) or found != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this version of gradwire ({FORMAT!r})")
     try:
         loaded = Checkpoint(**content)
     except TypeError as error:
         raise CheckpointError(f"{path} is incomplete: {error}") from error
-    memories = (loaded.error_memory, loaded.row_memory)
-    if not isinstance(loaded.settings, dict) or not all(isinstance(memory, list) for memory in memories):
+    if not _is_complete(loaded):
         raise CheckpointError(f"{path} was not written by gradwire train")
+    for key in ("step", "epoch", "step_in_epoch"):
+        count_in(content, key)
     return loaded
+
+
+def _is_complete(loaded: Checkpoint) -> bool:
+    """Tell whether all parts are of the kind that `save` writes; the model and its memories check their own parts."""
+    of_workers = (loaded.error_memory, loaded.row_memory, loaded.rng)
+    return (
+        all(isinstance(part, Mapping) for part in (loaded.settings, loaded.model, loaded.optimizer))
+        and all(isinstance(part, list) for part in of_workers)
+        and all(isinstance(memory, Mapping) for memory in (*loaded.error_memory, *loaded.row_memory))
+        and all(isinstance(state, torch.Tensor) for state in loaded.rng)
+        and len(loaded.error_memory) == len(loaded.rng) > 0
+        and len(loaded.row_memory) in (0, len(loaded.rng))  # older files have none
+    )
 
 
 def digest(model: nn.Module) -> str:
@@ -155,17 +100,3 @@ def digest(model: nn.Module) -> str:
         sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
         sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """After this the new name survives a power failure too; systems that cannot sync a folder need not."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)

@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from typer import Option
 
-from gradwire.aggregator import keys
-from gradwire.aggregator.engine import Address, Engine
+from gradwire.aggregator import addresses, keys
+from gradwire.aggregator.addresses import Address
+from gradwire.aggregator.engine import Engine
 from gradwire.aggregator.jobs import Limits
 from gradwire.aggregator.server import Server
 from gradwire.errors import GradwireError, SpecError
@@ -37,7 +38,9 @@ SMALL_BUFFER = 8 << 20  # bytes of a socket's buffer
 
 def aggregator(
     *,
-    bind: Annotated[str, Option(metavar="IP:PORT", help="Where to listen, UDP.")] = "0.0.0.0:9999",
+    bind: Annotated[
+        str, Option(metavar="IP:PORT", help="Where to listen, UDP; [::]:9999 is IPv4 and IPv6.")
+    ] = "0.0.0.0:9999",
     key_file: Annotated[
         Path | None, Option(help="32 hexadecimal digits. Default: GRADWIRE_KEY, or a new one, which is printed.")
     ] = None,
@@ -60,14 +63,17 @@ def aggregator(
 
     With a key of its own, to be exported on the workers: `gradwire aggregator`
 
-    `openssl rand -hex 16 > key; gradwire aggregator --bind 10.0.0.1:9999 --key-file key`
+    `(umask 077; openssl rand -hex 16 > key); gradwire aggregator --bind 10.0.0.1:9999 --key-file key`
     """
     console = Console()
+    if json is not None:
+        _write(json, "a", "")  # rather now than after a day: can it be written at all?
     key, fresh = _key(key_file)
-    data_engine = _make_engine(engine, _address(bind), interface or [])
+    listen_at = addresses.resolve(addresses.split(bind, "--bind"), "--bind")
+    data_engine = _make_engine(engine, listen_at, interface or [])
     server = Server(data_engine, key, Limits(jobs=max_jobs, slots=max_slots, memory=max_memory << 20, idle=idle))
-    ip, port = data_engine.address
-    console.print(f"aggregator ({engine}) at {ip}:{port}", highlight=False)
+    ended = _note_signals()  # who reads the next line may send one at once
+    console.print(f"aggregator ({engine}) at {addresses.in_text(data_engine.address)}", highlight=False)
     if fresh:
         console.print(f"on every worker: export {keys.VARIABLE}={key.hex()}", highlight=False, soft_wrap=True)
     if getattr(data_engine, "receive_buffer", SMALL_BUFFER) < SMALL_BUFFER:
@@ -76,16 +82,21 @@ def aggregator(
             highlight=False,
         )
     try:
-        _serve(server, console)
+        _serve(server, console, ended)
         figures = _figures(server, engine)
     finally:
         server.shut()
     console.print(_closing_table(figures))
     if json is not None:
-        try:
-            json.write_text(json_module.dumps(figures, indent=1) + "\n")
-        except OSError as error:
-            raise GradwireError(f"cannot write {json}: {error.strerror}") from None
+        _write(json, "w", json_module.dumps(figures, indent=1) + "\n")
+
+
+def _write(path: Path, mode: str, text: str) -> None:
+    try:
+        with path.open(mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise GradwireError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _key(file: Path | None) -> tuple[bytes, bool]:
@@ -98,13 +109,6 @@ def _key(file: Path | None) -> tuple[bytes, bool]:
         if keys.is_set():
             raise
         return bytes.fromhex(keys.make_key()), True
-
-
-def _address(text: str) -> Address:
-    ip, _, port = text.rpartition(":")
-    if not ip or not port.isdecimal() or int(port) > 65535:
-        raise SpecError(f"--bind {text}: it is IP:PORT, such as 0.0.0.0:9999")
-    return ip, int(port)
 
 
 def _make_engine(name: str, bind: Address, interfaces: list[str]) -> Engine:
@@ -123,11 +127,16 @@ def _make_engine(name: str, bind: Address, interfaces: list[str]) -> Engine:
     return XdpEngine(bind, interfaces=interfaces)
 
 
-def _serve(server: Server, console: Console) -> None:
-    """Serve until a signal comes, with a live table on a terminal, and a line now and then elsewhere."""
-    ended: list[bool] = []
+def _note_signals() -> list[int]:
+    """Return a list that the signals which end the aggregator are added to from now on."""
+    ended: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.append(True))
+        signal.signal(number, lambda received, _: ended.append(received))
+    return ended
+
+
+def _serve(server: Server, console: Console, ended: list[int]) -> None:
+    """Serve until a signal comes, with a live table on a terminal, and a line now and then elsewhere."""
     if console.is_terminal:
         with Live(_live_table(server, 0.0), console=console, refresh_per_second=2, transient=True) as live:
             before, at = server.counters()["bytes_in"], time.monotonic()

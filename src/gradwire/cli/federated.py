@@ -17,6 +17,7 @@ from gradwire.cli.launch_workers import cores
 from gradwire.cli.options import TrainOptions, check_values, writable
 from gradwire.cli.report import write_json
 from gradwire.errors import GradwireError
+from gradwire.tasks.client_partition import check_skew
 from gradwire.tasks.federated.settings import FederatedSettings
 from gradwire.tasks.training import own_device
 
@@ -61,6 +62,7 @@ class FederatedOptions:
 def train(options: TrainOptions, federated: FederatedOptions) -> None:
     """Run each codec once on Flower's simulation engine, print the results, and write them to `--json` if given."""
     flower_simulation.check_installed()
+    check_skew(tasks.find(options.task or "digits"), math.inf if federated.alpha is None else federated.alpha)
     flower_simulation.prepare()
     settings, codecs = resolve(options, federated)
     json = writable(options.json, "--json")

@@ -37,6 +37,8 @@ class WorkerError(GradwireError):
 
 def launch(settings: Settings, workers: int) -> None:
     """Run the training on `workers` new processes; return when all are done, raise WorkerError when one fails."""
+    if workers > cores():  # each of them imports torch before the first line of the training appears
+        print(f"starting {workers} workers on {cores()} cores: this takes a while", file=sys.stderr, flush=True)
     settings = dataclasses.replace(settings, threads=settings.threads or max(1, cores() // workers))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[bytes]] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gradwire import tasks
 from gradwire.checkpoints import run_file
@@ -55,8 +57,8 @@ def resolve(options: TrainOptions) -> tuple[Settings, int | None]:
     check_values(options)
     saved = run_file.load(options.resume) if options.resume else None
     before = saved.settings if saved else {}
-    if saved and not set(SHARED) - {"aggregate", "backward"} <= set(before):  # older checkpoints have none
-        raise CheckpointError(f"{options.resume} is incomplete: it was not written by gradwire train")
+    if saved and not is_of_a_run(before):
+        raise CheckpointError(f"{options.resume} is incomplete or damaged: it was not written by gradwire train")
     task = options.task or before.get("task", "digits")
     defaults = tasks.find(task).defaults
     codecs = tuple(options.codecs or before.get("codecs", ["co3"]))
@@ -136,9 +138,40 @@ def writable(path: Path | None, option: str) -> str | None:
     """Return the path as text; GradwireError, which names the option, if no file can be written there."""
     if path is None:
         return None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    target = Path(os.path.realpath(path))  # where links lead to
+    try:
+        usable = not target.is_dir() and os.access(target.parent, os.W_OK)
+    except OSError as error:  # a name that is too long, for instance
+        raise GradwireError(f"{option} {path}: {error.strerror}") from error
+    if not usable:
         raise GradwireError(f"{option} {path}: give a file in a folder that exists and can be written to")
+    if option == "--save" and target.exists() and not target.is_file():
+        raise GradwireError(f"{option} {path}: it is no ordinary file, and a checkpoint would take its place")
     return str(path)
+
+
+def is_of_a_run(settings: Mapping[str, Any]) -> bool:
+    """Tell whether these settings of a checkpoint are all there, and of the kinds that a run has."""
+    if not set(SHARED) - {"aggregate", "backward"} <= set(settings):  # older checkpoints lack these two
+        return False
+    texts = [settings["task"], settings.get("aggregate", "auto")]
+    lists = [settings["codecs"], settings.get("backward", [rows.EXACT])]
+    counts = [settings[name] for name in ("epochs", "steps", "sync_every")]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(specs, list | tuple) and specs for specs in lists)
+        and all(isinstance(spec, str) for specs in lists for spec in specs)
+        and all(count is None or _is_count(count) for count in counts)
+        and _is_count(settings["batch_size"])
+        and isinstance(settings["seed"], int)
+        and 0 <= settings["seed"] < 2**63
+        and isinstance(settings["lr"], int | float)
+        and 0 < settings["lr"] < float("inf")
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63
 
 
 def _check_same_run(settings: Settings, saved: run_file.Checkpoint, path: Path | None) -> None:

@@ -108,6 +108,21 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _report_failure(error: BaseException, report: Path) -> None:
+    """Tell `launch` why this worker failed, by a file; or the user, where no file can be written."""
+    on_purpose = isinstance(error, (GradwireError, OSError))  # a full disk or a closed pipe needs no traceback
+    content = {
+        "time": time.time(),
+        "on_purpose": on_purpose,
+        "message": one_line(error),
+        "traceback": None if on_purpose else traceback.format_exc(),
+    }
+    try:
+        report.write_text(json.dumps(content))
+    except OSError:  # the disk is full, which may be why this worker failed
+        print(content["traceback"] or f"worker failed: {content['message']}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Run a worker that `launch` has started, with the settings and the file to report an error to as arguments."""
     report = Path(sys.argv[2])
@@ -117,14 +132,7 @@ def main() -> None:
         run(Settings.from_json(sys.argv[1]))
         sys.stdout.flush()
     except BaseException as error:
-        on_purpose = isinstance(error, (GradwireError, OSError))  # a full disk or a closed pipe needs no traceback
-        content = {
-            "time": time.time(),
-            "on_purpose": on_purpose,
-            "message": one_line(error),
-            "traceback": None if on_purpose else traceback.format_exc(),
-        }
-        report.write_text(json.dumps(content))
+        _report_failure(error, report)
         os._exit(1)  # without the usual clean-up, which may wait for workers that are gone
     os._exit(0)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwire import compress
 from gradwire.compress import positions
-from gradwire.convert import homomorphic, level_numbers, levels, magnitudes, sketch, sparse
+from gradwire.convert import homomorphic, levels, magnitudes, sketch, sparse_values
 from gradwire.errors import FrameError
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
@@ -22,14 +22,16 @@ def describe_levels(report: FrameReport, header: headers.Header, payload: np.nda
     """Fill in the report on a frame of levels."""
     reader = Reader(payload.data)
     layout, count, kind, precision = levels.read_side(reader, header)
-    level_numbers.read_numbers(reader, layout.sizes, levels.widths(kind, count), precision)
+    numbers = Reader(reader.take(layout.numbers(levels.widths(kind, count)) * precision.itemsize))
+    for starts in layout.groups():
+        levels.read_values(numbers, starts, count, kind, precision, header.dtype)
     report.format = f"{count} levels"
     report.side_bytes = reader.position
     describe_symbols(report, header, reader, compress.Alphabet(count, count // 2))
     report.details = {
         "levels": count,
         "bucket": layout.bucket or "whole",
-        "buckets": len(layout.sizes),
+        "buckets": layout.number,
         "table": f"{TABLES[kind]}, {str(precision).removeprefix('torch.')}",
     }
 
@@ -55,7 +57,7 @@ def describe_sparse(report: FrameReport, header: headers.Header, payload: np.nda
             "position bytes": used,
             "value bytes": len(payload) - reader.position,
         }
-        if kind & 15 == sparse.MAGNITUDES:
+        if kind & 15 == sparse_values.MAGNITUDES:
             report.details["levels"] = 2 * len(magnitudes.read_table(reader))
     report.symbol_bytes = len(payload) - report.side_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire import codecs, compress
-from gradwire.convert import ecq, minifloat
+from gradwire.convert import ecq, minifloat, segments
 from gradwire.errors import FrameError
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
@@ -73,8 +73,8 @@ def _describe_grid(report: FrameReport, header: headers.Header, payload: np.ndar
 
 def _read_steps(reader: Reader, header: headers.Header) -> list[float]:
     if header.flags & headers.SEGMENTED:
-        return [step for _, step in minifloat.read_segments(reader, header.elements)]
-    return [minifloat.read_step(reader)]
+        return [step for _, step in segments.Segments(reader, header.elements)]
+    return [segments.read_step(reader)]
 
 
 def describe_message(message: bytes, limit: int = 0) -> tuple[list[FrameReport], int]:

@@ -20,6 +20,7 @@ from torch import nn
 from gradwire import codecs
 from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.spec_by_name import Recipes, recipe_of_name
+from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import FrameError, GradwireError, SpecError
 from gradwire.frame import headers
 
@@ -29,7 +30,8 @@ class Buffers:
 
     `encode` and `decode` leave everything as it is. `average` and `follow` change `common`, and `take` changes the
     model; nothing is sent here. All ranks have to call `average` with the same arguments, so that `common` stays the
-    same on all of them. One thread uses it, that of the training. Integer buffers are left alone.
+    same on all of them. One thread uses it, that of the training. Complex buffers are pairs of reals here, and integer
+    buffers are left alone.
     """
 
     def __init__(self, model: nn.Module, recipes: Recipes):
@@ -43,7 +45,7 @@ class Buffers:
         self._averaged: set[str] = set()
 
     def _float_buffers(self) -> dict[str, torch.Tensor]:
-        return {name: b for name, b in self.model.named_buffers() if b.is_floating_point()}
+        return {name: as_reals(b) for name, b in self.model.named_buffers() if has_real_entries(b)}
 
     def changed(self) -> bool:
         """Whether any buffer changed on this rank since the last sync that averaged buffers."""
@@ -121,6 +123,11 @@ class Buffers:
         for name, buffer in self._float_buffers().items():
             if name in self.common:
                 self.common[name].copy_(buffer)
+
+
+def has_real_entries(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has entries that can be averaged: floats, or complex numbers, which are pairs of them."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

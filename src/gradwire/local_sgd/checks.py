@@ -21,6 +21,16 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def check_parameters(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:
+    """Raise GradwireError if other parameters are trained now than when the LocalSGD was made."""
+    changed = sorted(before.keys() ^ now.keys()) or [name for name, p in before.items() if now[name] is not p]
+    if changed:
+        raise GradwireError(
+            f"parameters were frozen or unfrozen, added, removed or replaced ({', '.join(changed[:5])}): make a new "
+            f"LocalSGD then"
+        )
+
+
 def divide_spec(spec: Spec) -> tuple[Spec, Recipes]:
     """Return the part of a spec that is for parameters, and the recipes of buffers."""
     if not isinstance(spec, Mapping):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ClassVar
@@ -34,12 +34,15 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import describe
 from gradwire.aggregate.transport.all_gather import AllGather
 from gradwire.aggregate.transport.link import Link
+from gradwire.catalogue.saved_recipes import KEY
 from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
+from gradwire.correct.complex_pairs import as_reals
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.errors import AggregateError, GradwireError, SpecError
-from gradwire.local_sgd.buffers import Buffers
-from gradwire.local_sgd.checks import check_model, checked_steps, divide_spec, trainable
+from gradwire.local_sgd.buffers import Buffers, has_real_entries
+from gradwire.local_sgd.checks import check_model, check_parameters, checked_steps, divide_spec, trainable
+from gradwire.local_sgd.saved_state import read_state
 from gradwire.local_sgd.sync_round import SyncRound
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -81,14 +84,13 @@ class LocalSGD:
             checked_steps(self.sync_every)
         # The common parameters: those of the last sync, the same on all ranks, in fp32 at least.
         self._anchor = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            for name, p in self._parameters.items()
+            name: p.to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in self._entries().items()
         }
         self._buffers = Buffers(model, of_buffers)
         self._buffers_every = slowest.buffers_every
         self._outer = (outer or slowest.outer)(list(self._anchor.values()))
         warn_of_idle_patterns(self.recipes.by_pattern, (name for name, _ in model.named_parameters()))
-        self.recipes.know_model(self._parameters.items())
+        self.recipes.know_model(self._entries().items())
         self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
         self.dense_bytes = 0
         self._steps_before = 0
@@ -97,6 +99,10 @@ class LocalSGD:
         self._resumed = False  # from a state that was saved there
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._reminder = optimizer.register_step_post_hook(_remind)
+
+    def _entries(self) -> dict[str, torch.Tensor]:
+        """Return the real entries of the parameters that are trained, by name; complex ones are pairs of reals."""
+        return {name: as_reals(p.detach()) for name, p in self._parameters.items()}
 
     def _check_recipes(self) -> None:
         for name in self._parameters:
@@ -146,7 +152,7 @@ class LocalSGD:
         if self.pending == 0:
             loaded = [] if self._resumed else self._loaded()
             for name in loaded:
-                self._anchor[name].copy_(self._parameters[name])
+                self._anchor[name].copy_(as_reals(self._parameters[name].detach()))
             if loaded or not self._inside:
                 self._buffers.follow()
         link = self._link
@@ -161,8 +167,8 @@ class LocalSGD:
             self._take_common()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 link.broadcast(tensor)
-            for name, parameter in self._parameters.items():
-                self._anchor[name].copy_(parameter)
+            for name, entries in self._entries().items():
+                self._anchor[name].copy_(entries)
             self._buffers.follow()
         if self.pending == 0:
             self._go_on()
@@ -172,15 +178,15 @@ class LocalSGD:
         """Return the parameters that changed between two blocks, such as by loading a model."""
         return [
             name
-            for name, p in self._parameters.items()
-            if not any(torch.equal(p, t.to(p.dtype)) for t in (self._anchor[name], self._beginning(name)))
+            for name, entries in self._entries().items()
+            if not any(torch.equal(entries, t.to(entries.dtype)) for t in (self._anchor[name], self._beginning(name)))
         ]
 
     def _digest(self) -> bytes:
         """Return bytes that differ where ranks have other numbers in their parameters and buffers."""
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
         # Integer buffers count the steps of a rank, and may differ later.
-        integers = [] if self._started else [b for b in self.model.buffers() if not b.is_floating_point()]
+        integers = [] if self._started else [b for b in self.model.buffers() if not has_real_entries(b)]
         sha = hashlib.sha256()
         for tensor in (*self._anchor.values(), *self._buffers.common.values(), *frozen, *integers):
             sha.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
@@ -209,12 +215,11 @@ class LocalSGD:
         The `last` sync sends a larger part of what is left in the error memories, since no step is to follow; the model
         is at the common parameters then.
         """
-        if set(trainable(self.model)) != set(self._parameters):
-            raise GradwireError("parameters were frozen or unfrozen: make a new LocalSGD then")
+        check_parameters(self._parameters, trainable(self.model))
         means = {
-            name: _difference(p, self._anchor[name] if last else self._beginning(name))
-            for name, p in self._parameters.items()
-            if not last or self._has_rest(name, p.numel())
+            name: _difference(entries, self._anchor[name] if last else self._beginning(name))
+            for name, entries in self._entries().items()
+            if not last or self._has_rest(name, entries.numel())
         }
         send = last or self.pending > 0
         if left:
@@ -270,13 +275,13 @@ class LocalSGD:
         return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
 
     def _go_on(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._beginning(name))
+        for name, entries in self._entries().items():
+            entries.copy_(self._beginning(name))
 
     def _take_common(self) -> None:
         """Give the model the parameters and buffers that all ranks share."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._anchor[name])
+        for name, entries in self._entries().items():
+            entries.copy_(self._anchor[name])
         self._buffers.take()
 
     # ── what users see ──
@@ -317,6 +322,7 @@ class LocalSGD:
         """
         return {
             "steps": self.ledger.steps,
+            KEY: self.recipes.state_dict(),
             **self.memories.state_dict(),
             "local_steps": self.steps,
             "pending": self.pending,
@@ -327,25 +333,23 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state of this rank; before the `with` block."""
+        """Go on from a saved state of this rank; before the `with` block.
+
+        A state that does not fit is a CheckpointError, and changes nothing.
+        """
         if self._hook is not None:
             raise GradwireError("load the state before the `with` block")
-        for key, own in (("anchor", self._anchor), ("buffers", self._buffers.common)):
-            saved = state.get(key) if isinstance(state, Mapping) else None
-            if not isinstance(saved, Mapping) or {n: t.shape for n, t in saved.items()} != {
-                n: t.shape for n, t in own.items()
-            }:
-                raise GradwireError(f"not the state of a LocalSGD of this model: its {key!r} do not fit")
-        self.memories.load_state_dict(state, set(self._parameters))
-        self.ledger.resume_at(int(state.get("steps", 0)))
+        saved = read_state(state, self.recipes, self._anchor, self._buffers.common, self._outer)
+        self.memories.load(saved.memories)
+        self.ledger.resume_at(saved.memories.steps)
         with torch.no_grad():
-            for name, saved in state["anchor"].items():
-                self._anchor[name].copy_(saved)
-            self._buffers.load(state["buffers"])
-        self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch would go on writing to the caller's tensors
-        self.steps = self._steps_before = int(state["local_steps"])
-        self.pending = int(state["pending"])
-        self._inside = self._resumed = bool(state["inside"])
+            for name, anchor in saved.anchor.items():
+                self._anchor[name].copy_(anchor)
+            self._buffers.load(saved.buffers)
+        self._outer.load_state_dict(saved.outer)
+        self.steps = self._steps_before = saved.local_steps
+        self.pending = saved.pending
+        self._inside = self._resumed = saved.inside
         self._started = True
 
 

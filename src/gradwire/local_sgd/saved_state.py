@@ -1,0 +1,138 @@
+"""The state of a LocalSGD as a checkpoint has it: read and checked as a whole, before anything is taken over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.catalogue.saved_recipes import check_same_kind, check_saved_recipes
+from gradwire.checkpoints.saved_values import MOST_STEPS, count_in
+from gradwire.correct.saved_memories import SavedMemories, read_memories
+from gradwire.errors import CheckpointError
+
+Tensors = Mapping[str, torch.Tensor]
+LARGEST_SETTING = 1e9  # of an optimizer: learning rates and the like
+
+
+@dataclass(frozen=True)
+class SavedLocalSGD:
+    """What was saved; its tensors may still be the caller's, and are to be copied."""
+
+    memories: SavedMemories
+    anchor: Tensors
+    buffers: Tensors
+    outer: dict[str, Any]  # a copy: torch would go on writing to the caller's tensors
+    local_steps: int
+    pending: int
+    inside: bool
+
+
+def read_state(
+    state: Any, recipes: ModelRecipes, anchor: Tensors, buffers: Tensors, outer: torch.optim.Optimizer
+) -> SavedLocalSGD:
+    """Return a saved state; CheckpointError unless it fits these parameters, buffers, recipes and outer optimizer."""
+    for key, own in (("anchor", anchor), ("buffers", buffers)):
+        saved = state.get(key) if isinstance(state, Mapping) else None
+        if not isinstance(saved, Mapping) or set(saved) != set(own):
+            raise CheckpointError(f"not the state of a LocalSGD of this model: its {key!r} do not fit")
+        for name, tensor in own.items():
+            if not _is_like(saved[name], tensor):
+                raise CheckpointError(f"not the state of a LocalSGD of this model: its {key!r} do not fit ({name})")
+    for name, tensor in state["anchor"].items():  # buffers may hold infinities
+        if not bool(torch.isfinite(tensor.to(anchor[name].dtype)).all()):
+            raise CheckpointError(f"the common parameters {name!r} in this state are not finite: it is damaged")
+    shapes = {name: tensor.shape for name, tensor in anchor.items()}
+    memories = read_memories(state, set(anchor), shapes, torch.float32)
+    if memories.shards:
+        raise CheckpointError("not the state of a LocalSGD: it has error memories of shards")
+    if memories.accelerated:
+        raise CheckpointError("not the state of a LocalSGD: it has velocities, which are the optimizer's there")
+    check_saved_recipes(state, recipes.by_pattern, memories.remembered, {})
+    check_same_kind(state, recipes.by_pattern, recipes.sizes)
+    inside = state.get("inside")
+    if not isinstance(inside, bool):
+        raise CheckpointError("not the state of a LocalSGD: it does not say whether it was saved in the block")
+    return SavedLocalSGD(
+        memories, state["anchor"], state["buffers"], checked_outer(state.get("outer"), outer),
+        count_in(state, "local_steps"), count_in(state, "pending"), inside,
+    )  # fmt: skip
+
+
+def _is_like(saved: Any, own: torch.Tensor) -> bool:
+    return (
+        isinstance(saved, torch.Tensor)
+        and saved.layout == torch.strided
+        and not saved.is_meta
+        and saved.is_floating_point()
+        and saved.shape == own.shape
+    )
+
+
+def checked_outer(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a copy of a saved state of this optimizer; CheckpointError if it is not of one with these parameters.
+
+    torch takes over whatever a state holds, and would fail in the next step, or compute nonsense.
+    """
+    own = optimizer.state_dict()
+    error = CheckpointError("the state of the outer optimizer does not fit: build LocalSGD with the same `outer`")
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        raise error
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(own["param_groups"]):
+        raise error
+    filled = []
+    for group, present in zip(groups, own["param_groups"], strict=True):
+        if not isinstance(group, Mapping) or not set(group) <= set(present):
+            raise error
+        numbers = group.get("params")
+        if (
+            not isinstance(numbers, list)
+            or not all(isinstance(n, int) for n in numbers)
+            or numbers != present["params"]
+        ):
+            raise error
+        if not all(_is_setting(group[key], present[key]) for key in group if key != "params"):
+            raise error
+        filled.append({**present, **group})  # versions of torch differ in what a group holds
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in saved["state"].items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(parameters):
+            raise error
+        if not isinstance(values, Mapping) or not all(
+            _is_value(key, v, parameters[number]) for key, v in values.items()
+        ):
+            raise error
+    state = {
+        number: {
+            key: v.detach().contiguous().clone() if isinstance(v, torch.Tensor) else v for key, v in values.items()
+        }
+        for number, values in saved["state"].items()
+    }
+    return {"state": state, "param_groups": copy.deepcopy(filled)}
+
+
+def _is_setting(saved: Any, present: Any) -> bool:
+    """Tell whether a setting of an optimizer may have this value: a number where there is one now, and so on."""
+    if saved is None or present is None:  # a choice that is left to torch, such as `foreach`
+        return all(value is None or isinstance(value, bool) for value in (saved, present))
+    if isinstance(present, bool) or isinstance(saved, bool):
+        return type(saved) is type(present)
+    if isinstance(present, int | float):
+        return isinstance(saved, int | float) and 0 <= saved <= LARGEST_SETTING
+    return type(saved) is type(present)
+
+
+def _is_value(key: Any, saved: Any, parameter: torch.Tensor) -> bool:
+    """Tell whether an optimizer may remember this of a parameter: its steps, or a tensor of the parameter's shape."""
+    if not isinstance(key, str) or saved is None:
+        return isinstance(key, str)
+    if isinstance(saved, torch.Tensor):
+        shape = torch.Size([]) if key == "step" else parameter.shape
+        fits = saved.layout == torch.strided and not saved.is_meta and saved.is_floating_point()
+        return fits and saved.shape == shape and bool(torch.isfinite(saved.to(parameter.dtype)).all())
+    return key == "step" and isinstance(saved, int | float) and 0 <= saved <= MOST_STEPS

@@ -1,0 +1,71 @@
+"""Files that the commands write where there is no room, no folder, or something else than a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire import GradwireError
+from gradwire.cli.options import writable
+from gradwire.cli.report import write_json
+from gradwire.cli.worker import _report_failure
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Let no file grow beyond ten bytes: writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_figures_that_do_not_fit_leave_those_before(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path = tmp_path / "figures.json"
+    write_json(path, {"run": "before"})
+    request.getfixturevalue("small_files")
+    with pytest.raises(GradwireError, match=r"cannot write .*figures\.json: File too large"):
+        write_json(path, {"run": "after"})
+    assert json.loads(path.read_text()) == {"run": "before"}
+    assert os.listdir(tmp_path) == ["figures.json"]
+
+
+def test_figures_go_into_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append(path.read_text()))
+    reader.start()
+    write_json(path, {"a": 1})
+    reader.join()
+    assert json.loads(got[0]) == {"a": 1}
+    assert path.is_fifo()
+
+
+def test_a_worker_says_why_it_failed_where_it_cannot_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _report_failure(GradwireError("no space\nleft"), tmp_path / "gone" / "0.json")
+    assert capfd.readouterr().err == "worker failed: no space left\n"
+
+
+def test_what_no_file_can_be_written_to_is_said_before_the_training(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (into_nowhere := tmp_path / "link").symlink_to(tmp_path / "nowhere" / "a.pt")
+    for path, reason in (
+        (pipe, "it is no ordinary file, and a checkpoint would take its place"),
+        (into_nowhere, "give a file in a folder that exists"),
+        (tmp_path, "give a file in a folder that exists"),
+        (tmp_path / ("n" * 256), "File name too long"),
+    ):
+        with pytest.raises(GradwireError, match=f"^--save .*: {reason}"):
+            writable(path, "--save")
+    assert writable(pipe, "--json") == str(pipe)
