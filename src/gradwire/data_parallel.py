@@ -23,16 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.spec_by_name import Spec
-from gradwire.engine.gradients import Gradients, named_parameters
+from gradwire.correct.complex_pairs import as_reals
+from gradwire.engine.gradients import Gradients
 from gradwire.engine.handle import Handle
 from gradwire.engine.options import Options, Scaler
+from gradwire.engine.parameter_watch import ParameterWatch, named_parameters
+from gradwire.engine.sparse_gradients import no_rows, parameters_with_sparse_gradients
 from gradwire.errors import AggregateError, GradwireError
+from gradwire.torch_internals.autograd import call_after_backward, in_backward
+from gradwire.torch_internals.tensors import entries_of, leaves_of
 
 TOGETHER = 2**18  # entries: smaller parameters travel with others until there are so many
 BROADCAST = 2**24  # bytes at a time
@@ -78,11 +81,21 @@ class DataParallel(nn.Module):
         self.module = module
         options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
         self.gradwire = DataParallelHandle(Gradients(spec, named_parameters(module), process_group, options))
-        self._gradients.connect()
+        trained = {name: p for name, p in named_parameters(module) if p.requires_grad}
+        sparse = parameters_with_sparse_gradients(module)
+        self._trained = {name: p for name, p in trained.items() if id(p) not in sparse}
+        self._sparse = {name: p for name, p in trained.items() if id(p) in sparse}
+        try:
+            for name, parameter in self._sparse.items():
+                self._gradients.check_sparse(name, parameter)
+            self._gradients.connect()
+        except BaseException:
+            self._gradients.close()  # which may have taken over the optimizer's momentum
+            raise
         _broadcast(self._gradients.link, [*module.parameters(), *module.buffers()])
-        self._trained = {name: p for name, p in named_parameters(module) if p.requires_grad}
-        self._frozen = {name: p for name, p in named_parameters(module) if not p.requires_grad}
+        self._watch = ParameterWatch(module, trained.values())
         self._sync = True
+        self._checked = False  # whether the forward pass has looked for parameters that are not averaged
         self._rearranged = False
         self._arrange(list(reversed(self._trained)))
         self._listen()
@@ -90,7 +103,7 @@ class DataParallel(nn.Module):
     def _listen(self) -> None:
         """The parameters outlive this object: their hooks must not keep it, nor act after it is gone."""
         hooks, own = self.gradwire.hooks, weakref.ref(self)
-        for name, parameter in self._trained.items():
+        for name, parameter in (*self._trained.items(), *self._sparse.items()):
             hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, own, name)))
             _wrapped[id(parameter)] = self
         weakref.finalize(self, _remove, hooks)
@@ -103,20 +116,32 @@ class DataParallel(nn.Module):
         """Call the model itself; the backward pass of what it returns averages the gradients."""
         if torch.compiler.is_compiling():
             return self.module(*inputs, **options)
-        if self._running and torch._C._current_graph_task_id() == -1:
+        if self._running and not in_backward():
             self._after_failure()
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad and self.gradwire.hooks:
-                raise GradwireError(
-                    f"{name!r} was frozen when the model was wrapped, so that its gradient would not be averaged: "
-                    f"unfreeze it before, or call model.gradwire.detach() and wrap model.module again"
-                )
+        if torch.is_grad_enabled():
+            self._check_parameters()
+            self._checked = True
         outputs = self.module(*inputs, **options)
         if self._sync and torch.is_grad_enabled():
-            for tensor in tree_leaves(outputs):
+            for tensor in leaves_of(outputs):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(self._begin)
         return outputs
+
+    def _check_parameters(self) -> None:
+        if self.gradwire.hooks:
+            self._watch.check(
+                "have it in the model, trained, before; or call model.gradwire.detach(), and wrap model.module again"
+            )
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes average gradients, as in DDP: False does what `no_sync` does, until it is True."""
+        return self._sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._sync = bool(sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,13 +172,15 @@ class DataParallel(nn.Module):
         self._left = [len(unit) for unit in self._units]
         self._submitted = 0
         self._missing: dict[str, torch.Tensor] = {}  # where others' gradients go, if there are any
-        self._running = False
+        self._running = self._has_sparse = False
 
     def _begin(self, *_: object) -> None:
         """The outputs get their gradients first, and in the outermost backward pass: at its end we are called."""
         if self._sync and not self._running:
-            self._running = True
-            Variable._execution_engine.queue_callback(self._finish)
+            if not self._checked:  # because the forward pass was compiled, or was that of `module`
+                self._check_parameters()
+            self._running, self._checked = True, False
+            call_after_backward(self._finish)
 
     def _accumulated(self, name: str, _: torch.Tensor) -> None:
         if not self._sync:
@@ -164,6 +191,9 @@ class DataParallel(nn.Module):
                 f"the gradient of {name!r} came twice in one backward pass, and may be under way: "
                 f"checkpoint with use_reentrant=False"
             )
+        if name in self._sparse:
+            self._has_sparse = True
+            return
         self._arrived[name] = None
         self._left[self._unit_of[name]] -= 1
         while self._submitted < len(self._units) and not self._left[self._submitted]:
@@ -177,23 +207,32 @@ class DataParallel(nn.Module):
             if gradient is None:
                 gradient = self._missing[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             elif gradient.layout != torch.strided:
-                raise GradwireError(f"{name!r} has a sparse gradient: build the embedding with sparse=False")
-            named.append((name, gradient))
+                raise GradwireError(
+                    f"{name!r} has a sparse gradient on this rank, but is no weight of a sparse embedding alone: build "
+                    f"the embedding with sparse=False"
+                )
+            elif gradient.is_conj() or gradient.is_neg():  # its memory holds other numbers, and is averaged in place
+                gradient = self._trained[name].grad = gradient.resolve_conj().resolve_neg()
+            named.append((name, as_reals(gradient)))
         self._gradients.submit((self._rearranged, self._submitted), named, [n for n, _ in named if n in self._missing])
         self._submitted += 1
 
     def _finish(self) -> None:
         """The backward pass is over."""
-        if not self._arrived:  # nothing was asked of the parameters, as by torch.autograd.grad
+        if not self._arrived and not self._has_sparse:  # nothing was asked of the parameters, as by torch.autograd.grad
             self._reset()
             return
         try:
             while self._submitted < len(self._units):
                 self._submit_next()
+            means = self._average_sparse()
             touched = self._gradients.finish_step()
         except BaseException:
             self._abandon()
             raise
+        for name, mean in means.items():
+            if self._sparse[name].grad is not None or entries_of(mean):
+                self._sparse[name].grad = mean
         for name in touched & set(self._missing):
             self._trained[name].grad = self._missing[name]
         if self._rearranged:
@@ -201,6 +240,13 @@ class DataParallel(nn.Module):
         else:
             self._rearranged = True
             self._arrange(self._order_of_rank_0())
+
+    def _average_sparse(self) -> dict[str, torch.Tensor]:
+        """Return the means of sparse gradients: they are few and have no frames, and go out when all others have."""
+        for name, parameter in self._sparse.items():
+            gradient = no_rows(parameter) if parameter.grad is None else parameter.grad
+            self._gradients.submit_sparse(name, gradient if gradient.is_sparse else gradient.to_sparse(1))
+        return self._gradients.sparse.finish(self._gradients.link)
 
     def _order_of_rank_0(self) -> list[str]:
         known = list(self._trained)

@@ -9,20 +9,31 @@ or, if any rank sent a NaN or an infinity (GradScaler relies on them), rolled ba
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hooks at run time.
 import functools
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregate.messages import present_tensors
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.checkpoints.rank_states import refuse_pickling
-from gradwire.engine.gradients import Gradients, named_parameters
+from gradwire.correct.complex_pairs import as_reals
+from gradwire.engine.bucket_order import BucketOrder
+from gradwire.engine.gradients import Gradients
 from gradwire.engine.handle import Handle
 from gradwire.engine.options import Options, Scaler
+from gradwire.engine.parameter_watch import ParameterWatch, named_parameters
+from gradwire.engine.plain_buckets import PlainBuckets
 from gradwire.errors import GradwireError
+from gradwire.torch_internals.modules import compiled_model, hooks_of, reduces_in_python
+
+PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp = "python_reducer" lets no hook have buckets: set it to True before the model '
+    "is wrapped in DistributedDataParallel"
+)
 
 
 class State(Gradients):
@@ -51,12 +62,27 @@ class State(Gradients):
         options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
         # If no rank has used a parameter, DDP does not write its mean back: ranks have to say which ones they have.
         self._finds_unused = bool(getattr(model, "find_unused_parameters", False))
-        super().__init__(spec, parameters, process_group, options, has_all=not self._finds_unused)
+        order = BucketOrder()
+        for name, parameter in parameters or ():
+            order.learn(name, parameter)
+        super().__init__(spec, parameters, process_group, options, has_all=not self._finds_unused, order=order)
         self._spec = spec
+        self._watch = (
+            None if inner is None else ParameterWatch(inner, [p for p in inner.parameters() if p.requires_grad])
+        )
+        # The memory of each bucket: DDP builds them anew after the first step. An address would not do, since the new
+        # ones may get the place of the old ones; a weak reference tells them apart and keeps neither.
+        self._buffers: dict[int, StorageWeakRef] = {}
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._plain_buckets: PlainBuckets | None = None
+        self._pending_sparse: list[tuple[str, torch.futures.Future[torch.Tensor]]] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; the call for the last bucket of a step waits for all of them."""
+        if isinstance(bucket, tuple):
+            raise GradwireError(PYTHON_REDUCER)
+        if bucket.is_last():
+            self._warn_of_parameters()
         buffer = bucket.buffer()
         # On a GPU the mean may be there only when the stream is that sets the result: the future tells DDP's.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
@@ -64,7 +90,7 @@ class State(Gradients):
         )
         try:
             if buffer.layout != torch.strided:
-                raise GradwireError("sparse gradients are not supported: build the embedding with sparse=False")
+                return self._reduce_sparse(bucket, future)
             if self.plain:
                 return self._reduce_plainly(bucket)
             named = self._named(bucket)
@@ -75,29 +101,73 @@ class State(Gradients):
             self.submit((bucket.index(), buffer.numel()), named, unused, lasting=True)
             self._pending.append((buffer, future))
             if bucket.is_last():
-                self.finish_step()
-                for averaged, waiting in self._pending:
-                    waiting.set_result(averaged)
-                self._pending.clear()
+                self._finish()
         except BaseException as error:
             self._pending.clear()
+            self._pending_sparse.clear()
             self.abandon_step(error)
             raise
         return future
 
+    def _reduce_sparse(
+        self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average the one gradient of a bucket in torch's sparse layout."""
+        [parameter] = bucket.parameters()
+        name = self.name_of(parameter)
+        self.check_sparse(name, parameter)
+        self.submit_sparse(name, bucket.buffer())
+        self._pending_sparse.append((name, future))
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _finish(self) -> None:
+        """End the step: all buckets have come."""
+        means = self.sparse.finish(self.link)
+        self.finish_step()
+        for averaged, waiting in self._pending:
+            waiting.set_result(averaged)
+        for name, waiting in self._pending_sparse:
+            waiting.set_result(means[name])
+        self._pending.clear()
+        self._pending_sparse.clear()
+
+    def _warn_of_parameters(self) -> None:
+        """Warn once if the model has got parameters that DDP knows nothing of."""
+        reasons = self._watch.not_averaged() if self._watch is not None else []
+        if reasons:
+            self._watch = None
+            warnings.warn(
+                f"{reasons[0]}: DDP does not average its gradient, so that it drifts apart on the ranks; make a new "
+                f"DistributedDataParallel of the model, and attach that",
+                stacklevel=2,
+            )
+
     def _named(self, bucket: dist.GradBucket) -> list[tuple[str, torch.Tensor]]:
-        return [(self.name_of(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+        """Return names and gradients of a bucket: views of real entries in the order in which they lie there."""
+        names = [self.name_of(parameter) for parameter in bucket.parameters()]
+        memory = StorageWeakRef(bucket.buffer().untyped_storage())
+        if bucket.index() not in self._buffers or self._buffers[bucket.index()] != memory:
+            self._buffers[bucket.index()] = memory
+            for name, parameter in zip(names, bucket.parameters(), strict=True):
+                self.learn_order(name, parameter)
+        gradients = zip(names, _gradients_of(bucket), strict=True)
+        return [(name, self.order.in_bucket(name, gradient)) for name, gradient in gradients]
 
     def _reduce_plainly(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket as DDP does without a hook, and send along what is left in the error memories."""
         if self.plain_step.has_memories:
             self.plain_step.add_memories(self._named(bucket))
+        if self._plain_buckets is None:
+            self._plain_buckets = PlainBuckets(self.given_group)
         halved = self.tuner.halves and bucket.buffer().dtype == torch.float32
-        future = (bf16_compress_hook if halved else allreduce_hook)(self.given_group, bucket)
-        self.started_plainly(future, bucket.buffer(), halved)
+        started = self._plain_buckets.start(bucket, halved)
+        self.started_plainly(started.work.get_future(), started.buffer, started.sent)
         if bucket.is_last():
             self.finish_plain_step()
-        return future
+            self._plain_buckets.finish()
+        return started.mean
 
     def __reduce__(self) -> Any:
         """Pickle a state that was not used yet by its spec and options, as launchers do that start processes with it.
@@ -114,6 +184,19 @@ class State(Gradients):
         return remade, ()
 
 
+def _gradients_of(bucket: dist.GradBucket) -> list[torch.Tensor]:
+    """Return the gradients of a bucket, with the shapes of their parameters, and a last dimension of two if complex.
+
+    DDP hands over complex gradients as reals but counts them as complex, so that those that it lists are too short.
+    """
+    parameters = bucket.parameters()
+    if not parameters[0].is_complex():
+        return bucket.gradients()
+    entries = as_reals(bucket.buffer()).view(-1)
+    pieces = entries.split([2 * parameter.numel() for parameter in parameters])
+    return [piece.view(*parameter.shape, 2) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The DDP communication hook that goes with `State`."""
     return state.reduce(bucket)
@@ -123,12 +206,20 @@ class _Slot:
     """Holds the state that a model's hook uses now: DDP takes one hook for life, but the state can be replaced."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
         self.state: State | None = None
+        self._plain_buckets = PlainBuckets(group)
 
     def use(self, state: State | None) -> None:
         """Let the hook use this state from now on, or plain all-reduce if it is None."""
         self.state = state
+
+    def reduce_plainly(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket as DDP does without a hook."""
+        mean = self._plain_buckets.start(bucket).mean
+        if bucket.is_last():
+            self._plain_buckets.wait()
+            self._plain_buckets.finish()
+        return mean
 
     def __reduce__(self) -> Any:
         """Become None in a copy: copies of DDP models have no hooks, and can be attached like any other model."""
@@ -136,7 +227,7 @@ class _Slot:
 
 
 def _slot_hook(slot: _Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return allreduce_hook(slot.group, bucket) if slot.state is None else slot.state.reduce(bucket)
+    return slot.reduce_plainly(bucket) if slot.state is None else slot.state.reduce(bucket)
 
 
 class DDPHandle(Handle):
@@ -159,7 +250,7 @@ def _new_slot(model: DistributedDataParallel) -> _Slot:
     try:
         model.register_comm_hook(slot, _slot_hook)
     except RuntimeError as error:
-        hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
+        hooks = hooks_of(model)
         named = f" ({hooks[0]})" if hooks else ""
         raise GradwireError(
             f"the model has a communication hook already{named}, and DDP takes one for life: wrap the model anew in "
@@ -196,11 +287,13 @@ def attach(
     aggregator does not answer.
 
     `memory` says how error memory is kept: "fp32" (8 bytes a parameter: two copies, one of them provisional), or "bf16"
-    with stochastic rounding, which takes half of that (docs/accuracy.md says what it costs).
+    with stochastic rounding, which takes half of that (docs/recipes.md: what it saves; docs/accuracy.md: what it costs)
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = compiled_model(model)
     if not isinstance(model, DistributedDataParallel):
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
+    if reduces_in_python(model):
+        raise GradwireError(PYTHON_REDUCER)
     slot = getattr(model, "_gradwire_slot", None)
     before = slot.state if slot else None
     if before:

@@ -22,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from gradwire.correct.complex_pairs import as_reals
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Layers, Tensors
+from support.torch_versions import GLOO_TAKES_COMPLEX
 
 # ── what is compared ──────────────────────────────────────────────────────────────────────────────
 
@@ -71,8 +73,12 @@ class Run:
     def look(self, model: nn.Module) -> None:
         """Remember parameters and gradients."""
         self.seen.append(
-            {name: p.detach().clone() for name, p in model.named_parameters()}
-            | {f"grad of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            {name: as_reals(p.detach()).clone() for name, p in model.named_parameters()}
+            | {
+                f"grad of {name}": as_reals(p.grad).clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
         )
 
     def batch(self, step: int, width: int = 12) -> torch.Tensor:
@@ -443,6 +449,24 @@ def mixed_dtypes(run: Run) -> None:
 
 
 @case
+def complex_parameters(run: Run) -> None:
+    """Among real ones, also in bucket views."""
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 9, dtype=torch.complex64), nn.Linear(9, 3)
+            self.filter = nn.Parameter(torch.randn(9, 9, dtype=torch.complex128).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.fft.fft(self.first(x.to(torch.complex64)))
+            return self.last((x.to(torch.complex128) @ self.filter.conj()).abs().float())
+
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        run.train(run.wrap(Complex(), **options), steps=3)
+
+
+@case
 def odd_shapes(run: Run) -> None:
     """Scalars, no entries at all, one entry."""
 
@@ -563,8 +587,8 @@ def compiled_around(run: Run) -> None:
 
 # Where it matters into which shards parameters fall; and of those, and of some more, how many ranks there are.
 SHARDED = {
-    "usual", "unused", "two_models_interleaved", "shared_parameter", "float16", "mixed_dtypes", "odd_shapes",
-    "channels_last", "transposed_parameters", "many_tiny_parameters",
+    "usual", "unused", "complex_parameters", "two_models_interleaved", "shared_parameter", "float16", "mixed_dtypes",
+    "odd_shapes", "channels_last", "transposed_parameters", "many_tiny_parameters",
 }  # fmt: skip
 ON_THREE = SHARDED | {
     "accumulation", "unused_under_accumulation", "static_graph", "uneven_inputs", "clipped_gradients",
@@ -601,5 +625,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("scenario", named(dict(scenarios()), QUICK))
-def test_as_without_a_hook(ranks: RankPool, scenario: Scenario) -> None:
+def test_as_without_a_hook(ranks: RankPool, scenario: Scenario, request: pytest.FixtureRequest) -> None:
+    if "complex_parameters" in request.node.name and not GLOO_TAKES_COMPLEX:
+        pytest.skip("plain DDP of this torch cannot do it: its Gloo takes no complex tensors")
     ranks.check(scenario)

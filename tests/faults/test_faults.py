@@ -14,7 +14,7 @@ import pytest
 
 from fault_trials import KILL, STOP, Outcome, Trial, run, varied
 from gradwire import AggregateError
-from gradwire.aggregate.peers import diagnosis, handshake, roll_call, status_server
+from gradwire.aggregate.peers import diagnosis, handshake, interpreter_exit, meeting, roll_call, status_server
 from gradwire.aggregate.peers.handshake import check_agreement, differences
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, SILENT, RollCall
 from support.cases import for_each
@@ -223,6 +223,48 @@ def test_who_is_gone_is_named_at_once(ranks):
         "rank 1 is gone: its process was killed or has ended, or it has dropped the model (Connection"
     )
     assert ranks[2].somebody_failed()
+
+
+def test_who_is_ending_is_asked_again_until_it_is_gone(ranks):
+    """Gloo's connections of a rank that raised an error are closed before it stops answering."""
+    threading.Timer(0.3, vanish, [ranks[1]]).start()
+    assert explain(ranks[0]).startswith("rank 1 is gone")
+
+
+def test_who_says_that_its_program_ends_is_named(ranks):
+    ranks[1].set_activity(status_server.ENDING)
+    assert explain(ranks[0]).startswith("rank 1 ends: its program is over, or has raised an error (Connection")
+
+
+def test_a_rank_says_that_its_program_ends(ranks, monkeypatch):
+    assert ranks[0].status.report.doing == diagnosis.WAITING
+    monkeypatch.setattr(interpreter_exit, "has_begun", lambda: True)
+    assert ranks[0].status.report.doing == status_server.ENDING
+
+
+def test_a_rank_that_is_lost_on_its_way_to_a_meeting_is_named_by_all(ranks):
+    """Rank 2 waits for rank 0 alone, which finds out that rank 1 is gone, says so, and leaves."""
+
+    def come(rank: RollCall) -> str:
+        with pytest.raises(AggregateError) as caught:
+            meeting.meet(rank, "a call", timeout=30)
+        rank.announce_failure(str(caught.value))
+        return str(caught.value)
+
+    vanish(ranks[1])
+    with ThreadPoolExecutor() as pool:
+        for cause in pool.map(come, [ranks[2], ranks[0]]):
+            assert cause.startswith("rank 1 is gone: its process was killed or has ended before it came to a call")
+
+
+def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE", 0.2)
+    ranks[1].set_activity("waits in a call")
+    ranks[0].ask()  # so that it knows what rank 1 did before it was stopped
+    silent = socket.create_server(("127.0.0.1", 0))
+    ranks[0]._addresses[1] = silent.getsockname()
+    with pytest.raises(AggregateError, match=r"a call within 0.1 s: rank 1 does not answer: its process is stopped"):
+        meeting.meet(ranks[0], "a call", timeout=0.1)
 
 
 def test_a_survivor_that_has_ended_is_not_named(ranks):

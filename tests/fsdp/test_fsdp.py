@@ -21,14 +21,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 import gradwire
 from gradwire.checkpoints.rank_states import mean as mean_of_states
+from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.frame import headers
-from gradwire.fsdp.fsdp2_internals import modules_of
 from gradwire.fsdp.shard_layout import ShardedShape, ShardLayout
+from gradwire.fsdp.sharded_module import modules_of
 from support.cases import for_each
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, be_quiet, check_raises, cpu_mesh, digest, gathered, loss_of
+from support.torch_versions import HAS_FSDP2
+
+pytestmark = pytest.mark.skipif(not HAS_FSDP2, reason="gradwire.fsdp needs a newer torch")
 
 WORLD = 4
 
@@ -347,6 +351,44 @@ def hybrid(rank: int) -> None:
         assert relative(given, backward(twins[0], rank, 0)) < 1e-6
 
 
+def complex_parameters(rank: int) -> None:
+    """As pairs of reals: nothing is lost, with shards and with replicas; the memory that is saved has pairs, too."""
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(20, 70, dtype=torch.complex64), nn.Linear(70, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x.to(torch.complex64)).abs())
+
+    alone = Complex()
+    loss_of(alone, rank, 0).backward()
+    true = {name: p.grad for name, p in alone.named_parameters()}
+    for mesh in (cpu_mesh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))):
+        for spec, most in (("none", 1e-6), ("co3:decay=1", 0.5)):
+            model = Complex()
+            model.load_state_dict(alone.state_dict())
+            for module in (model.first, model):
+                fully_shard(module, mesh=mesh)
+            handle = gradwire.fsdp.attach(model, spec)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # of gradients that travel uncompressed
+                loss_of(model, rank, 0).backward()
+            mean = gradients(model)
+            for name, gradients_of_ranks in {n: [r[n] for r in gathered(true)] for n in true}.items():
+                wanted = sum(gradients_of_ranks) / WORLD
+                assert float((mean[name] - wanted).norm() / wanted.norm()) < most, (name, spec)
+            if mesh.ndim == 1 and spec != "none":
+                state = handle.state_dict()
+                assert state["memory"]["first.weight"].shape == (70, 20, 2)
+                reals = [{n: as_reals(t) for n, t in tensors.items()} for tensors in (true, mean)]
+                # Before it adds up complex gradients of four ranks, FSDP2 halves them, as it does those of fp16.
+                halved = {n: 2 * e if n.startswith("first.") else e for n, e in state["memory"].items()}
+                check_nothing_is_lost({"memory": {}}, {"memory": halved}, *reals)
+                handle.load_state_dict(state)
+
+
 def checkpoints(rank: int) -> None:
     options = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 4 == 0 else None}
     model = sharded(**options)
@@ -384,7 +426,7 @@ def checkpoints(rank: int) -> None:
         assert float(error.norm() / given.norm()) < 1e-6, name
 
     bad = {"memory": {"first.weight": torch.zeros(70, 19)}}
-    check_raises(GradwireError, "has shape (70, 19), not (70, 20)", lambda: handle.load_state_dict(bad))
+    check_raises(GradwireError, "has shape (70, 19), and the model's (70, 20)", lambda: handle.load_state_dict(bad))
     bad = {"memory": {"nobody": torch.zeros(1)}}
     check_raises(GradwireError, "does not have: nobody", lambda: handle.load_state_dict(bad))
     check_raises(GradwireError, "not the state", lambda: handle.load_state_dict({"steps": 1}))
@@ -426,7 +468,7 @@ def meshes_of_their_own(rank: int) -> None:
     for make in (on_all_ranks, hybrid):
         one = make()
         model, other = sharded_by([make() for _ in range(3)]), sharded_by([one] * 3)
-        assert len({id(module._group.mesh_info) for module in modules_of(model)}) == 3
+        assert len({id(module._group._group.mesh_info) for module in modules_of(model)}) == 3
         handles = [gradwire.fsdp.attach(m, "co3") for m in (model, other)]
         for step in range(2):
             assert digest(backward(model, rank, step)) == digest(backward(other, rank, step))
@@ -514,14 +556,15 @@ def refusals(rank: int) -> None:
 
 SCENARIOS = [
     same_as_plain, other_sums, nothing_is_lost, frames_are_all, training, a_step_that_is_not_finite, accumulation,
-    used_twice, loss_scaling, hybrid, checkpoints, attached_and_detached, meshes_of_their_own, unused_and_frozen,
-    ranks_that_disagree, refusals,
+    used_twice, loss_scaling, hybrid, complex_parameters, checkpoints, attached_and_detached, meshes_of_their_own,
+    unused_and_frozen, ranks_that_disagree, refusals,
 ]  # fmt: skip
 QUICK = {
     "same_as_plain",
     "nothing_is_lost",
     "a_step_that_is_not_finite",
     "used_twice",
+    "complex_parameters",
     "checkpoints",
     "meshes_of_their_own",
     "ranks_that_disagree",
@@ -541,7 +584,7 @@ def test_models_and_versions_that_cannot_be_attached(monkeypatch):
     with pytest.raises(GradwireError, match="fully_shard was applied, got Linear"):
         gradwire.fsdp.attach(nn.Linear(2, 2), "co3")
     monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", type("FSDPModule", (), {}))
-    with pytest.raises(GradwireError, match=r"2\.11 and 2\.13; this is torch .*no FSDPModule.set_custom"):
+    with pytest.raises(GradwireError, match=r"no FSDPModule.set_custom.*install torch 2\.11 to"):
         gradwire.fsdp.attach(nn.Linear(2, 2), "co3")
 
 

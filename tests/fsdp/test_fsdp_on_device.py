@@ -14,6 +14,9 @@ from gradwire.aggregate.messages.device_messages import DeviceMessages
 from support.cuda_on_cpu import cuda_on_cpu
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Tensors, be_quiet, cpu_mesh, digest, gathered
+from support.torch_versions import HAS_FSDP2
+
+pytestmark = pytest.mark.skipif(not HAS_FSDP2, reason="gradwire.fsdp needs a newer torch")
 
 WORLD = 3  # with one rank whose own part is added between those of others, and a mean that is no power of two
 

@@ -15,11 +15,12 @@ from gradwire.backward.row_choice import Choice
 from gradwire.backward.row_memory import RowMemory
 from gradwire.backward.row_scales import Scales
 from gradwire.errors import GradwireError
+from gradwire.torch_internals.modules import WatchedModule, never_compiled
 
 MEMORIES = ("weight_memory_inputs", "weight_memory_outputs")
 
 
-class ChosenRows(nn.Module):
+class ChosenRows(WatchedModule):
     """What converted layers share: the choice, the memory, and the memory's place in `state_dict`.
 
     The memory is no buffer: DistributedDataParallel would give every rank that of rank 0.
@@ -55,35 +56,30 @@ class ChosenRows(nn.Module):
         sharding = sys.modules.get("torch.distributed.tensor")  # not imported for this: it takes half a second
         return sharding is None or not isinstance(x, sharding.DTensor)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+    def when_moved(self) -> None:
+        """Let the memory follow the parameters."""
         # Any parameter: to look at the weight itself may compute it anew, as parametrizations do.
         parameter = next(self.parameters(), None)
         if self.memory and parameter is not None:
             self.memory.move(parameter.device)
-        return self
 
-    def _replicate_for_data_parallel(self) -> Any:
+    def when_replicated(self) -> None:
+        """Refuse it where there is a memory."""
         if self.memory:
             raise GradwireError(
                 "replicas of torch.nn.DataParallel would share one memory: use DistributedDataParallel, where every "
                 "process has its own, or convert with decay=0, which needs none"
             )
-        return super()._replicate_for_data_parallel()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def when_saved(self, destination: dict[str, Any], prefix: str) -> None:
+        """Add the memory to the state."""
         for name in MEMORIES:
             if getattr(self, name) is not None:
                 destination[prefix + name] = getattr(self, name)
 
-    def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, local: Any, strict: bool, missing: list[str], unexpected: list[str],
-        errors: list[str],
-    ) -> None:  # fmt: skip
-        """A state without memory, such as that of the layer before it was converted, empties it."""
+    def when_loaded(self, state: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
+        """Load the memory. A state without one, such as that of the layer before it was converted, empties it."""
         keys = [prefix + name for name in MEMORIES]
-        super()._load_from_state_dict(state, prefix, local, strict, missing, unexpected, errors)
         unexpected[:] = [key for key in unexpected if key not in keys]
         if not self.memory:
             return
@@ -168,15 +164,14 @@ class Conv3d(_Pointwise, nn.Conv3d):
     pass
 
 
-# The choice changes state that the compiler knows nothing of. torch.compiler.disable would import the compiler at once,
-# which takes a second; this does so at the first call, as torch's own optimizers do.
-@torch._disable_dynamo
+# The choice changes state that the compiler knows nothing of.
+@never_compiled
 def _linear(*args: Any) -> torch.Tensor:
     out: torch.Tensor = LinearFunction.apply(*args)
     return out
 
 
-@torch._disable_dynamo
+@never_compiled
 def _pointwise(*args: Any) -> torch.Tensor:
     out: torch.Tensor = PointwiseFunction.apply(*args)
     return out

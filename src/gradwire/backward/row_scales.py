@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from gradwire.errors import GradwireError, SpecError
+from gradwire.torch_internals.modules import scale_of
+from gradwire.torch_internals.tensors import changes_of
 
 SMALLEST_RATE = torch.finfo(torch.float32).tiny
 
@@ -96,9 +98,9 @@ class Scales:
         """Asked for once after each update of the scale: on a GPU it costs waiting for the GPU."""
         if self.grad_scaler is None:
             return 1.0
-        tensor = getattr(self.grad_scaler, "_scale", None)
+        tensor = scale_of(self.grad_scaler)
         if tensor is None:
             return self.grad_scaler.get_scale()
-        if self._seen is None or self._seen[0] is not tensor or self._seen[1] != tensor._version:
-            self._seen = (tensor, tensor._version, self.grad_scaler.get_scale())
+        if self._seen is None or self._seen[0] is not tensor or self._seen[1] != changes_of(tensor):
+            self._seen = (tensor, changes_of(tensor), self.grad_scaler.get_scale())
         return self._seen[2]

@@ -26,6 +26,7 @@ CANDIDATES = (
     "sbc:p=0.001,mask=off,warmup=0,small=co3",
     *PLAIN,  # the last ones, since they may be left out as hopeless
 )
+RECIPE_NAMES = {split(spec)[0] for spec in CANDIDATES if spec not in PLAIN}  # each goes on from the others' memories
 MEASURED_BY = {HALF: "bf16"}  # the recipe with the same error, of candidates that are none
 DEFAULT_ERROR = 0.1
 SKIPPED, TIMED = 5, 5  # steps of a trial; in the first ones the aggregation is chosen, and lengths are agreed on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.codecs import CONVERTIBLE
 from gradwire.errors import GradwireError, SpecError
 
 
@@ -21,12 +22,12 @@ def check_recipes(recipes: ModelRecipes, model_is_known: bool) -> None:
 
 
 def check_dtypes(named: list[tuple[str, torch.Tensor]]) -> None:
-    """Raise GradwireError for trained parameters whose gradients cannot be encoded."""
+    """Raise GradwireError for trained parameters whose gradients cannot be encoded, such as those of float8."""
     for name, parameter in named:
-        if parameter.requires_grad and not parameter.is_floating_point():
+        if parameter.requires_grad and parameter.dtype.to_real() not in CONVERTIBLE:
             raise GradwireError(
-                f"{name!r} is {parameter.dtype}, whose gradients cannot be encoded: make it a real parameter with a "
-                f"last dimension of two (torch.view_as_real), and view it as complex in the forward pass"
+                f"{name!r} is {parameter.dtype}, whose gradients cannot be encoded: train a copy of it in bfloat16 or "
+                f"float32, and convert that in the forward pass"
             )
 
 

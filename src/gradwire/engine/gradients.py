@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,23 +24,22 @@ from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import Facts, describe
 from gradwire.aggregate.sums.aggregator_for_all_or_none import aggregator_sums
 from gradwire.aggregate.transport.link import Link
+from gradwire.catalogue.saved_recipes import KEY
 from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
 from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.correct.momentum import Takeover
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.cuda_runtime import programs
 from gradwire.engine import auto
+from gradwire.engine.bucket_order import BucketOrder
 from gradwire.engine.checks import check_dtypes, check_momentum, check_recipes
+from gradwire.engine.clipping_watch import ClippingWatch
 from gradwire.engine.log import Monitor
 from gradwire.engine.options import HIERARCHICAL, Options
 from gradwire.engine.plain_step import PlainStep
+from gradwire.engine.sparse_gradients import SparseMeans
 from gradwire.engine.tuner import Tuner
-from gradwire.errors import AggregateError, SpecError
-
-
-def named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return parameters by the names that they have without torch.compile: specs and checkpoints go by those."""
-    return [(name.replace("_orig_mod.", ""), parameter) for name, parameter in module.named_parameters()]
+from gradwire.errors import AggregateError, CheckpointError, SpecError
 
 
 class Gradients:
@@ -51,17 +50,20 @@ class Gradients:
     to be touched before the step is finished. The parts that it owns are changed by their own methods alone: `recipes`,
     `memories` (what was not sent), `ledger` (figures), `probe` (errors), `exchange` (the way to the other ranks).
 
-    `has_all` says that every rank has a gradient of every parameter in every step, or zeros in its place.
+    `has_all` says that every rank has a gradient of every parameter in every step, or zeros in its place. `order` says
+    in which order tensors come that have not the order of their dimensions. Complex tensors come as pairs of reals.
     """
 
     def __init__(
         self, spec: Spec, parameters: Iterable[tuple[str, torch.Tensor]] | None, group: dist.ProcessGroup | None,
-        options: Options, has_all: bool = False,
+        options: Options, has_all: bool = False, order: BucketOrder | None = None,
     ):  # fmt: skip
+        self.order = order or BucketOrder()
         self._target_error = auto.parse(spec) if isinstance(spec, str) else None  # None unless the spec is `auto`
         self.recipes = ModelRecipes(spec if self._target_error is None else auto.CANDIDATES[0])
         self.memories = WorkerMemories(memory_dtype(options.memory))
         self.ledger, self.probe = StepLedger(), ErrorProbe()
+        self.sparse = SparseMeans(self.recipes, self.ledger)
         self._spec_text = str(self.recipes) if self._target_error is None else str(spec)
         self.options = options
         self._monitor: Monitor | None = None
@@ -78,6 +80,7 @@ class Gradients:
         self._tuner: Tuner | None = None
         self._plain_step: PlainStep | None = None
         self._takeover: Takeover | None = None
+        self._clipping: ClippingWatch | None = None
         check_recipes(self.recipes, parameters is not None)
         if options.memory != "fp32" and self.recipes.any("sums"):
             raise SpecError(f"{self._spec_text} adds up integers, and needs memory='fp32'")
@@ -98,7 +101,7 @@ class Gradients:
             self._names[id(parameter)] = name
             self.recipes.of(name)
         warn_of_idle_patterns(self.recipes.by_pattern, (name for name, _ in named))
-        self.recipes.know_model([(name, p) for name, p in named if p.requires_grad])
+        self.recipes.know_model([(n, self.order.arranged(n, p.detach())) for n, p in named if p.requires_grad])
         self._devices = {p.device for _, p in named}
         self._on_gpu = all(device.type == "cuda" for device in self._devices)
 
@@ -145,6 +148,9 @@ class Gradients:
         if self._exchange is None:
             self._exchange = self._connected(link)
             weakref.finalize(self, self._exchange.close)
+            if link is None:
+                give_back = weakref.finalize(self, _give_back, self._exchange, self._links())
+                give_back.atexit = False  # torch ends all groups then
 
     def _connected(self, link: Link | None) -> GradientExchange:
         options = self.options
@@ -189,6 +195,15 @@ class Gradients:
         """Return a parameter's name; without a model, parameters are numbered as they first appear."""
         return self._names.setdefault(id(parameter), f"parameter{len(self._names)}")
 
+    def learn_order(self, name: str, parameter: torch.Tensor) -> None:
+        """Take note of how a parameter lies in memory, between two steps; its memories follow."""
+        before = self.order.learn(name, parameter)
+        if before is not None:
+            if self._exchange is not None:
+                self._exchange.settle()
+            self.memories.rearrange(name, lambda memory: self.order.moved(name, memory, before))
+            self.recipes.rearrange(name, self.order.arranged(name, parameter.detach()).shape)
+
     # ── one step ──
 
     def submit(
@@ -201,7 +216,12 @@ class Gradients:
         step.
         """
         if self._takeover is not None:
-            self.memories.take_over_momentum(self._by_name(self._takeover.factors()))
+            factors = self._by_name(self._takeover.factors())
+            self.memories.take_over_momentum(
+                {name: f._replace(parameter=self.order.arranged(name, f.parameter)) for name, f in factors.items()}
+            )
+        if self._clipping is not None:
+            self._clipping.submitted(tensors)
         self._dense_bytes += sum(4 * tensor.numel() for _, tensor in tensors)
         if not self.probe.active:
             rivals = self.tuner.rivals
@@ -211,6 +231,14 @@ class Gradients:
             self.plain_step.start(tensors, missing, self.tuner.halves)
         else:
             self.exchange.submit(key, tensors, missing, lasting)
+
+    def check_sparse(self, name: str, parameter: torch.Tensor) -> None:
+        """Raise GradwireError unless sparse gradients of this parameter can be averaged."""
+        self.sparse.check(name, self._takeover is not None and id(parameter) in self._takeover.factors())
+
+    def submit_sparse(self, name: str, gradient: torch.Tensor) -> None:
+        """Begin to average a gradient in torch's sparse layout; `sparse.finish` returns its mean."""
+        self._dense_bytes += self.sparse.start(name, gradient, self.given_group, self.link)
 
     def finish_step(self) -> set[str]:
         """Wait until all tensors are means; return the names of those that any rank has sent."""
@@ -224,6 +252,8 @@ class Gradients:
         return self.plain and self.exchange.host is None
 
     def _step_done(self) -> None:
+        if self._clipping is not None:
+            self._clipping.step_done()
         errors, rival_errors = self.probe.take()
         if errors is not None:
             self._errors = errors
@@ -237,6 +267,7 @@ class Gradients:
             self._exchange.abandon_step(error)
         if self._plain_step is not None:
             self._plain_step.abandon()
+        self.sparse.abandon()
 
     # ── steps without compression ──
 
@@ -253,11 +284,11 @@ class Gradients:
         return self.tuner.plain
 
     def started_plainly(
-        self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, halved: bool = False
+        self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, sent: torch.Tensor
     ) -> None:
-        """Take note of a part of a plain step, which the framework all-reduces itself, in half of its bytes maybe."""
+        """Take note of a part of a plain step: a buffer whose all-reduce was started, on itself or on a copy."""
         self._dense_bytes += buffer.nbytes
-        self.plain_step.started(future, buffer, halved)
+        self.plain_step.started(future, buffer, sent)
 
     def finish_plain_step(self) -> None:
         """End a step whose tensors the framework averages itself."""
@@ -290,12 +321,31 @@ class Gradients:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's error memory, by parameter name."""
         if self._exchange is None:
-            return {"steps": self.steps, **self.memories.state_dict()}
-        return self._exchange.state_dict()
+            state = {"steps": self.steps, KEY: self.recipes.state_dict(), **self.memories.state_dict()}
+            return self.order.of_saved_state(state)
+        return self.order.of_saved_state(self._exchange.state_dict())
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Begin the block when all ranks are in this call of the user's, as `Link.together` does."""
+        try:
+            with nullcontext() if self._link is None else self._link.together(call):
+                yield
+        except AggregateError as error:
+            self.abandon_step(error)
+            raise
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; all ranks call it."""
-        self.exchange.load_state_dict(state, set(self._names.values()))
+        """Go on from a saved state; all ranks call it. One that does not fit is a CheckpointError, and changes nothing.
+
+        Under `auto` a run that resumes begins with the first candidate again, whichever had been chosen.
+        """
+        if isinstance(state, Mapping) and "anchor" in state:
+            raise CheckpointError("the state is of a LocalSGD, whose memories are of updates and not of gradients")
+        equivalent = () if self._target_error is None else auto.RECIPE_NAMES
+        shapes = {name: self.order.own_shape(name, shape) for name, shape in self.recipes.shapes.items()}
+        names = set(self._names.values())
+        self.exchange.load_state_dict(state, names, equivalent, self.order.of_loaded_memory, shapes)
         self._steps_before = self.steps
         self.tuner.loaded()
 
@@ -306,13 +356,19 @@ class Gradients:
         if self._masks and self._takeover is None:
             assert self.options.optimizer is not None
             self._takeover = Takeover(self.options.optimizer)
-            self.memories.adopt_velocities(self._by_name(self._takeover.take_buffers()))
+            masking = next(recipe.name for recipe in self.recipes.by_pattern.values() if recipe.mask)
+            self._clipping = ClippingWatch(self.options.optimizer, self._names, masking)
+            velocities = self._by_name(self._takeover.take_buffers())
+            self.memories.adopt_velocities({n: self.order.arranged(n, v).contiguous() for n, v in velocities.items()})
 
     def close(self) -> None:
         """Give the optimizer its momentum back, which starts from zero."""
         if self._takeover is not None:
             self._takeover.release()
             self._takeover = None
+            if self._clipping is not None:
+                self._clipping.end()
+                self._clipping = None
             self.memories.take_over_momentum({})
 
     def disconnect(self) -> None:
@@ -322,12 +378,28 @@ class Gradients:
             with suppress(AggregateError):  # the last step was not waited for, and nothing follows it
                 self._exchange.settle()
             self._exchange.close()
-            for link in {self._link, self._exchange.link, self._exchange.host}:
-                if link is not None:
-                    link.close()
+            for link in self._links():
+                link.close()
+
+    def _links(self) -> list[Link]:
+        """Return all links that were made for this exchange."""
+        assert self._exchange is not None
+        links = {self._link, self._exchange.link, self._exchange.host}
+        return [link for link in links if link is not None]
 
     def _by_name(self, by_id: dict[int, Any]) -> dict[str, Any]:
         return {self._names[i]: value for i, value in by_id.items()}
+
+
+def _give_back(exchange: GradientExchange, links: list[Link]) -> None:
+    """End an exchange that nobody holds any more, and its process groups.
+
+    Not those that NCCL serves: their ranks end together, and garbage is not collected at the same time on all.
+    """
+    exchange.close()
+    for link in links:
+        if not link.takes_gpu:
+            link.close()
 
 
 def _by_host(link: Link) -> tuple[Link, Link]:
@@ -342,5 +414,5 @@ def _by_host(link: Link) -> tuple[Link, Link]:
             f"(torchrun sets it); here it is {per_host or 'not set'}, with {link.world} ranks in all"
         )
     first = link.rank - link.rank % per_host
-    host = Link.among(range(first, first + per_host), link)
-    return host, Link.among(range(link.rank % per_host, link.world, per_host), link)
+    host = Link.among(range(first, first + per_host), link, "host")
+    return host, Link.among(range(link.rank % per_host, link.world, per_host), link, "across hosts")

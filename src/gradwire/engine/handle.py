@@ -51,13 +51,16 @@ class Handle:
         return self.gradients.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        """Load what `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers.
+
+        A state that does not fit, because it is damaged or of other recipes, is a CheckpointError and changes nothing.
+        """
         self.gradients.load_state_dict(own_part(state, self.gradients.given_group))
 
     @property
     def all_ranks(self) -> AllRanks:
         """The state of all ranks at once, for checkpoints that rank 0 writes."""
-        return AllRanks(self, self.gradients.given_group)
+        return AllRanks(self, self.gradients.given_group, self.gradients.together)
 
     def __reduce__(self) -> Any:
         refuse_pickling("a handle")

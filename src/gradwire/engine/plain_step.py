@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradwire.aggregate.exchanges.gradient_exchange import GradientExchange
 from gradwire.aggregate.messages.tensor_parts import NamedTensors
 from gradwire.aggregate.transport.link import Link
+from gradwire.torch_internals.tensors import divide_all
 
 
 class PlainStep:
@@ -51,10 +52,12 @@ class PlainStep:
                 self._sent_along[name] = memory
                 tensor.add_(memory.to(tensor.device).view(tensor.shape))
 
-    def started(self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, halved: bool) -> None:
-        """Take note of an all-reduce of this buffer, or of half of its bytes, which the framework has started."""
+    def started(self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, sent: torch.Tensor) -> None:
+        """Take note of an all-reduce of this buffer, or of a copy of it, that was started elsewhere."""
         self._futures.append(future)
-        self._note(buffer, buffer.nbytes // 2 if halved else buffer.nbytes)
+        self._note(buffer, sent.nbytes)
+        if sent is not buffer:
+            self._copies.append((buffer, sent))
 
     @torch.no_grad()
     def start(self, tensors: NamedTensors, missing: Collection[str], halved: bool) -> None:
@@ -77,7 +80,7 @@ class PlainStep:
                 sent = self._as_sent(tensor, dtype)
                 alike.setdefault((sent.dtype, sent.device), []).append(sent)
         for group in alike.values():
-            torch._foreach_div_(group, self._link.world)  # before the sum, which might be too large for fp16
+            divide_all(group, self._link.world)  # before the sum, which might be too large for fp16
             self._all_reduce(group)
 
     def _note(self, tensor: torch.Tensor, sent_bytes: int) -> None:
@@ -104,11 +107,12 @@ class PlainStep:
         if tensors[0].is_cuda:  # its stream waits, and not the host
             self._futures.append(work.get_future())
         else:
+            self._link.note_started()
             self._works.append(work)
 
     def finish(self) -> set[str]:
         """End the step when all tensors are means; return the names of those that any rank has a gradient of."""
-        if self._link.world > 1 or self._sent_along:
+        if self._link.world > 1 or self._sent_along or self._copies:
             self._wait()
         for tensor, sent in self._copies:
             tensor.detach().copy_(sent)

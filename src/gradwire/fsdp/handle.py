@@ -25,16 +25,19 @@ from torch import nn
 from gradwire import gpu
 from gradwire.aggregate.transport.link import Link, reduce_scatter_tensor
 from gradwire.catalogue.recipe import Recipe
+from gradwire.catalogue.saved_recipes import KEY, check_saved_recipes
 from gradwire.catalogue.spec_by_name import Spec, parse_spec, recipe_of_name
 from gradwire.checkpoints.rank_states import AllRanks, own_part
-from gradwire.correct.error_memory_by_parameter import memory_in
+from gradwire.correct.complex_pairs import as_reals
+from gradwire.correct.saved_memories import read_memories
 from gradwire.engine import auto
 from gradwire.engine.options import Scaler
-from gradwire.errors import GradwireError, SpecError, unknown_name
-from gradwire.fsdp.fsdp2_internals import ShardedModule, modules_of, warn_of_unused, weight_of
+from gradwire.errors import CheckpointError, GradwireError, SpecError, unknown_name
 from gradwire.fsdp.part_error_memory import PartErrorMemory
 from gradwire.fsdp.shard_exchanges import ReplicaAllReduce, ShardReduceScatter
 from gradwire.fsdp.shard_frames import ShardFrames
+from gradwire.fsdp.sharded_module import ShardedModule, modules_of, warn_of_unused, weight_of
+from gradwire.torch_internals.autograd import call_after_backward
 
 _log = logging.getLogger(__name__)
 MEMORIES: dict[str, torch.dtype | None] = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
@@ -59,6 +62,7 @@ class FSDPHandle:
         self._link.agree(facts, {name: str(size) for name, size in sizes.items()})
         self._reduce_scatter = ShardReduceScatter(self.frames, self._link)
         self._all_reduce = ReplicaAllReduce(self.frames, self._link)
+        self._alone: Link | None = None  # with a group of this rank, in place of that of the replicas
         self._begun = False  # whether a step is under way
         self._steps_before = 0  # of the run that was loaded: the other figures do not cover them
 
@@ -67,10 +71,9 @@ class FSDPHandle:
             for module in self._modules:
                 module.replace_reduce_scatter(partial(self._shards, module))
         else:
-            backend = dist.get_backend_config(self._link.group)
-            alone = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+            self._alone = Link.alone(self._link)
             for module in self._modules:
-                module.replace_all_reduce(partial(self._replicas, module), alone)
+                module.replace_all_reduce(partial(self._replicas, module), self._alone.group)
 
     # ── what FSDP2 calls in backward ──
 
@@ -78,6 +81,7 @@ class FSDPHandle:
         self, module: ShardedModule, out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: Any
     ) -> None:
         layout = module.current_layout()
+        out, flat = (as_reals(buffer).view(-1) for buffer in (out, flat))
         if flat.numel() != layout.row * layout.ranks or not flat.is_floating_point():
             # FSDP2 leaves out parameters without a gradient, and does not say which ones.
             warn_of_unused(module.name)
@@ -89,6 +93,7 @@ class FSDPHandle:
     def _replicas(self, module: ShardedModule, row: torch.Tensor) -> None:
         layout = module.current_layout()
         weight = 1 / self._link.world if module.divide_factor is None else 1.0
+        row = as_reals(row).view(-1)
         if len(row) != layout.row or not row.is_floating_point():
             warn_of_unused(module.name)
             dist.all_reduce(row, group=self._link.group)
@@ -101,7 +106,7 @@ class FSDPHandle:
             self.frames.memory.rescale(float(self._scaler.get_scale()))
         self._begun = True
         # Each call asks for it, since a backward that failed leaves none behind; only the first has something to do.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        call_after_backward(self._end_step)
         try:
             exchange()
         except BaseException as error:
@@ -159,27 +164,42 @@ class FSDPHandle:
         """Return this rank's error memory, by parameter name: of whole parameters or, with hybrid sharding, shards."""
         flat = {} if self.frames.memory is None else self.frames.memory.state_dict()
         memory = {name: self._module_of[name].shaped(name, e) for name, e in flat.items()}
-        return {"steps": self.frames.ledger.steps, "memory": memory}
+        return {"steps": self.frames.ledger.steps, KEY: self.frames.recipes.state_dict(), "memory": memory}
 
     @property
     def all_ranks(self) -> AllRanks:
         """The state of all ranks at once, for checkpoints that rank 0 writes."""
-        return AllRanks(self)
+        return AllRanks(self, together=self._link.together)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers."""
+        """Load what `state_dict` of this rank was, or `all_ranks.state_dict()`, of any number of workers.
+
+        A state that does not fit is a CheckpointError, and changes nothing.
+        """
         state = own_part(state)
-        memory = memory_in(state, self._module_of)
-        flat = {name: self._module_of[name].flattened(name, e) for name, e in memory.items()}
-        if self.frames.memory is not None:
-            self.frames.memory.load(flat)
-        self._steps_before = int(state.get("steps", 0))
+        memory, recipes = self.frames.memory, self.frames.recipes
+        shapes = {name: module.memory_sizes[name] for name, module in self._module_of.items()}
+        dtype = torch.float32 if memory is None else memory.dtype
+        saved = read_memories(state, self._module_of, shapes, dtype)
+        remembered = {name: recipes.sizes[name] for name in saved.remembered}
+        check_saved_recipes(state, recipes.by_pattern, remembered, saved.accelerated)
+        if saved.shards or "anchor" in state or (memory is None and saved.memory):
+            raise CheckpointError(
+                "the state has memories that FSDP2 would not send: it is of another wrapper, or of a run with "
+                "memory='fp32' or 'bf16', where this one has memory='none'"
+            )
+        if memory is not None:
+            memory.load({name: self._module_of[name].flattened(name, e) for name, e in saved.memory.items()})
+        self._steps_before = saved.steps
         self.frames.ledger.resume_at(self._steps_before)
 
     def detach(self) -> None:
         """Go back to FSDP2's own collectives; the model can be attached again."""
         for module in self._modules:
             module.restore()
+        if self._alone is not None:
+            self._alone.close()
+            self._alone = None
 
 
 def attach(

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from gradwire import ddp
 from gradwire.catalogue.spec_by_name import Spec
-from gradwire.checkpoints.run_file import write_whole
+from gradwire.checkpoints.whole_file import read_whole, write_whole
 from gradwire.errors import GradwireError
 from gradwire.integrations.one_process import is_alone
 
@@ -54,8 +54,8 @@ class Compress(TrainerCallback):
         if state.global_step > 0:
             folders = [self._folder(args, state), Path(args.resume_from_checkpoint or "")]
             paths = [path for path in (folder / FILE for folder in folders) if path.exists()]
-            saved = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-            fitting = [s["gradwire"] for s in saved if s["parameters"] == _checksum(self._model())]
+            saved = [read_whole(path) for path in paths]
+            fitting = [s["gradwire"] for s in saved if s.get("parameters") == _checksum(self._model())]
             if fitting:
                 self.handle.load_state_dict(fitting[0])
             else:

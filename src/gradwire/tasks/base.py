@@ -42,6 +42,7 @@ class Task(ABC):
     name: ClassVar[str]
     description: ClassVar[str]
     defaults: ClassVar[Defaults]
+    has_classes: ClassVar[bool] = True  # whether `train_labels` has any
     train_size: int
     test_size: int
 

@@ -32,16 +32,21 @@ def partition(task: Task, clients: int, seed: int, alpha: float = math.inf, at_l
     labels, size = task.train_labels(), task.train_size
     if not 1 <= clients <= size:
         raise GradwireError(f"{task.name} has {size:,} examples for training: --clients must be 1 to {size}")
-    if not alpha > 0:
-        raise GradwireError(f"--alpha must be above 0, not {alpha}: 0.1 is much skew, 1 little; leave it out for none")
-    if labels is None and alpha < math.inf:
-        raise GradwireError(f"--alpha skews classes, and the examples of {task.name} have none: leave it out")
+    check_skew(type(task), alpha)
     if labels is None:
         return np.array_split(np.arange(size), clients)
     random = np.random.Generator(np.random.PCG64(derived_seed(seed, STREAM)))
     if alpha == math.inf:
         return [np.sort(part) for part in np.array_split(random.permutation(size), clients)]
     return _dirichlet(labels.cpu().numpy(), clients, alpha, min(at_least, size // clients), random)
+
+
+def check_skew(task: type[Task], alpha: float) -> None:
+    """Raise a GradwireError that names the option if classes cannot be skewed so. It needs no data."""
+    if not alpha > 0:
+        raise GradwireError(f"--alpha must be above 0, not {alpha}: 0.1 is much skew, 1 little; leave it out for none")
+    if not task.has_classes and alpha < math.inf:
+        raise GradwireError(f"--alpha skews classes, and the examples of {task.name} have none: leave it out")
 
 
 def _dirichlet(

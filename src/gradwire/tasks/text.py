@@ -28,6 +28,7 @@ class Text(Task):
     name = "text"
     description = "byte-level language model of Python's standard library; GRU"
     defaults = Defaults(lr=0.005, batch_size=16, epochs=1)
+    has_classes = False
 
     def __init__(self, data_dir: Path) -> None:
         library = Path(sysconfig.get_paths()["stdlib"])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,27 +158,35 @@ class Training:
             run_file.save(path, saved)
 
     def _restore(self, saved: Checkpoint) -> None:
-        try:
+        with _explain_misfits():
             self.model.load_state_dict(saved.model)
             self.optimizer.load_state_dict(saved.optimizer)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"the checkpoint holds another model: {error}") from error
-        self.parallel.load_state_dict(saved.error_memory_for(self.rank, self.workers))
-        try:  # at last, since a state without row memories empties them
+            self.parallel.load_state_dict(saved.error_memory_for(self.rank, self.workers))
+            # At last, since a state without row memories empties them.
             self.model.load_state_dict(self.model.state_dict() | saved.row_memory_for(self.rank, self.workers))
-        except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint holds another model: {error}") from error
         self.step, self.epoch = saved.step, saved.epoch
         # On other workers or with another batch size, go on after the examples that were seen already.
         seen = saved.step_in_epoch * saved.settings["batch_size"] * saved.workers
         self.step_in_epoch = min(seen // (self.settings.batch_size * self.workers), self.steps_per_epoch - 1)
         if saved.workers == self.workers:
-            generator_state.restore(self.device, saved.rng[self.rank])
+            with _explain_misfits():
+                generator_state.restore(self.device, saved.rng[self.rank])
         else:
             torch.manual_seed(example_order.derived_seed(self.settings.seed, self.step, self.rank))
 
     def _steps_to_epoch(self, epoch: int) -> int:
         return (epoch - self.epoch) * self.steps_per_epoch - self.step_in_epoch
+
+
+@contextmanager
+def _explain_misfits() -> Iterator[None]:
+    """Raise a CheckpointError for whatever torch says of a state that is not of this model."""
+    try:
+        yield
+    except GradwireError:
+        raise
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the checkpoint holds another model, or is damaged: {error}") from error
 
 
 def own_device(name: str) -> torch.device:

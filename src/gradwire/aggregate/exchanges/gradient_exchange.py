@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from gradwire.aggregate.sums.sum_exchange import SumExchange
 from gradwire.aggregate.sums.word_sums import ProcessGroupSums, WordSums
 from gradwire.aggregate.transport.exchange_thread import Exchange, ExchangeThread, Pause
 from gradwire.aggregate.transport.link import Link
+from gradwire.catalogue.saved_recipes import check_saved_recipes
+from gradwire.correct.saved_memories import read_memories
 from gradwire.errors import AggregateError
 
 ALL_GATHER, SCATTER_REDUCE, ALL_REDUCE = "all_gather", "scatter_reduce", "all_reduce"
@@ -270,18 +272,34 @@ class GradientExchange:
         grids = self._sums.state_dict()
         return {**state, **({"shards": shards} if shards else {}), **({"grids": grids} if grids else {})}
 
-    def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
-        """Go on from a saved state; all ranks call it. `names` are the parameters of the model."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], names: Collection[str], equivalent: Collection[str] = (),
+        arrange: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+        saved_shapes: Mapping[str, torch.Size] | None = None,
+    ) -> None:  # fmt: skip
+        """Go on from a saved state; all ranks call it. `names` are the parameters of the model, where it is known.
+
+        A state that does not fit is a CheckpointError, and changes nothing. Recipes whose names are `equivalent` may go
+        on from each other's memories. `arrange` brings the saved tensors of a parameter, which have `saved_shapes`,
+        into the order of gradients; without it they have that order already.
+        """
         self.settle()
+        coder = self.coder
+        recipes, memories = coder.recipes, coder.memories
+        shapes = recipes.shapes if saved_shapes is None else saved_shapes
+        saved = read_memories(state, names, shapes, memories.errors.dtype)
+        check_saved_recipes(state, recipes.by_pattern, saved.remembered, saved.accelerated, equivalent)
+        scales = self._sums.read_state(state)
+        if arrange is not None:
+            saved = saved.arranged(arrange)
         self._scaled_in = -1
-        self.coder.load_state_dict(state, names)
-        self._sums.load_state_dict(state.get("grids", {}))
-        self.link.at_step(self.coder.ledger.steps)
-        shards = state.get("shards", {})
+        coder.load(saved)
+        self._sums.load(scales)
+        self.link.at_step(coder.ledger.steps)
         if self.aggregate == SCATTER_REDUCE:
-            self._scatter_reduce.memory.load_state_dict(shards)
+            self._scatter_reduce.memory.load(saved.shards)
         else:
-            self._send_for_all(shards)
+            self._send_for_all(saved.shards)
         if self._hierarchical:
             self._hierarchical.share_memories()
 

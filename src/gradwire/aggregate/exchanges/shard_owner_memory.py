@@ -71,7 +71,7 @@ class ShardMemory:
             whole.view(-1)[part.lo : part.hi] = shard / scale
         return state
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what was saved, in place of what is there."""
+    def load(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Take over what was saved, which nobody else writes to, in place of what is there."""
         self.errors, self._shards = ErrorMemory(), {}
-        self._loaded = {name: memory.detach().to("cpu", torch.float32, copy=True) for name, memory in state.items()}
+        self._loaded = dict(shards)

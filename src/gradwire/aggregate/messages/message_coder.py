@@ -30,7 +30,9 @@ from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.message_prefix import PREFIX
+from gradwire.catalogue.saved_recipes import KEY
 from gradwire.correct.error_memory_by_parameter import ErrorMemory
+from gradwire.correct.saved_memories import SavedMemories
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.gpu import MessageLayout, Outcome
 
@@ -325,13 +327,13 @@ class MessageCoder:
     # ── what is saved ──
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and this rank's memories, by parameter name."""
-        return {"steps": self.ledger.steps, **self.memories.state_dict()}
+        """Return the number of steps, the recipes, and this rank's memories, by parameter name."""
+        return {"steps": self.ledger.steps, KEY: self.recipes.state_dict(), **self.memories.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], names: set[str]) -> None:
-        """Go on from a saved state; `names` are the parameters of the model."""
-        self.memories.load_state_dict(state, names)
-        self.ledger.resume_at(int(state.get("steps", 0)))
+    def load(self, saved: SavedMemories) -> None:
+        """Go on from saved memories, which were checked."""
+        self.memories.load(saved)
+        self.ledger.resume_at(saved.steps)
 
 
 def encode_frames(

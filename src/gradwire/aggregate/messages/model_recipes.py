@@ -9,14 +9,15 @@ import torch
 from gradwire.aggregate.messages.frame_plan import FramePlan, plan_frames
 from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.catalogue.recipe import Recipe, budget_parts
+from gradwire.catalogue.saved_recipes import recipes_to_save
 from gradwire.catalogue.spec_by_name import Recipes, Spec, parse_spec, recipe_of_name, recipe_of_tensor, spec_text
 
 
 class ModelRecipes:
     """The recipe of every tensor of a model.
 
-    It is read by everything that codes tensors, and changed only by `know_model` and `use`, both between two steps and
-    on all ranks alike.
+    It is read by everything that codes tensors, and changed only by `know_model`, `rearrange` and `use`, between two
+    steps and on all ranks alike.
     """
 
     def __init__(self, spec: Spec):
@@ -33,6 +34,11 @@ class ModelRecipes:
         """Take note of the tensors of the whole model: some recipes share one budget among all of them."""
         self.shapes = {name: tensor.shape for name, tensor in tensors}
         self._share_budget()
+
+    def rearrange(self, name: str, shape: torch.Size) -> None:
+        """Take note that the dimensions of a tensor come in another order from now on."""
+        if name in self.shapes:
+            self.shapes[name] = shape
 
     def use(self, spec: Spec) -> None:
         """Use another spec from the next step on."""
@@ -82,6 +88,10 @@ class ModelRecipes:
     def remembered(self) -> list[str]:
         """Return the names of the model's tensors whose recipe has an error memory."""
         return [name for name, entries in self.sizes.items() if self.of_tensor(name, entries).decay]
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the recipes for a checkpoint, whose memories are worth nothing without them."""
+        return recipes_to_save(self.by_pattern)
 
     def plan_frames(self, parts: Iterable[TensorPart], clock: int, last: bool = False) -> list[FramePlan]:
         """Return the frames of a message at step `clock`; the `last` exchange of a training may have other recipes."""

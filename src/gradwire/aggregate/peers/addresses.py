@@ -7,8 +7,9 @@ import os
 import socket
 import struct
 
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
+
+from gradwire.torch_internals.process_groups import default_store
 
 PACKED = 18  # bytes: an IPv6 address (or an IPv4 one mapped to it) and a port
 
@@ -37,13 +38,10 @@ def _of_interface(name: str) -> str:
 
 def _store_host() -> str:
     """Return the host of the store where the process group met; empty if that is a file."""
-    try:
-        store = distributed_c10d._get_default_store()
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return str(getattr(store, "host", ""))  # a TCPStore has one
-    except (AttributeError, RuntimeError, ValueError):  # a private function of torch
-        return ""
+    store = default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))  # a TCPStore has one
 
 
 def pack_address(listener: socket.socket | None) -> bytes:

@@ -6,14 +6,14 @@ does not say who it is. So each rank first counts in the store how many times it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
+from gradwire.aggregate.peers import interpreter_exit
 from gradwire.errors import AggregateError
+from gradwire.torch_internals.process_groups import default_store
 
 PATIENCE = 2.0  # seconds: the store may be on the machine that is lost, and torch then waits for it without end
 
@@ -25,11 +25,17 @@ class Attendance:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world: int):
-        self._key, self._world = f"gradwire/attached/{group.group_name}", world
-        self._store, self._count = _store(), 0
+        self._group_name, self._world = group.group_name, world
+        self._key = f"gradwire/attached/{group.group_name}"
+        self._store, self._count = default_store(), 0
         if self._store is not None:
             with suppress(RuntimeError):  # its host is lost; so is the connection that is to follow
                 self._count = self._store.add(f"{self._key}/{rank}", 1)
+
+    @property
+    def name(self) -> str:
+        """A name for what is made when these ranks attach: the same on all of them, and another one each time."""
+        return f"gradwire/{self._group_name}/{self._count}"
 
     def error_naming_absent(self, error: RuntimeError, ranks: Sequence[int], timeout: float) -> AggregateError:
         """Return an error that names the ranks that did not attach within the timeout, in seconds.
@@ -50,21 +56,13 @@ class Attendance:
         absent: list[int] = []
         if self._store is None:
             return absent
-        thread = threading.Thread(target=self._compare_counts, args=(self._store, absent), daemon=True)
-        thread.start()
+        thread = interpreter_exit.start_thread(self._compare_counts, self._store, absent, name="gradwire-attendance")
         thread.join(PATIENCE)
         return list(absent)
 
-    def _compare_counts(self, store: Store, absent: list[int]) -> None:
+    def _compare_counts(self, store: dist.Store, absent: list[int]) -> None:
         try:
             behind = [r for r in range(self._world) if store.add(f"{self._key}/{r}", 0) < self._count]
         except RuntimeError:  # its host is lost
             return
         absent.extend(behind)
-
-
-def _store() -> Store | None:
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except (AttributeError, RuntimeError, ValueError):  # a private function of torch
-        return None

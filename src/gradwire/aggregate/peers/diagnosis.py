@@ -12,13 +12,16 @@ import time
 from datetime import timedelta
 from typing import Protocol
 
+from gradwire.aggregate.peers import interpreter_exit
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
-from gradwire.aggregate.peers.status_server import SharedStatus
+from gradwire.aggregate.peers.status_server import ENDING, SharedStatus
+from gradwire.errors import AggregateError
 
 WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
 
 SLICE = 0.25  # seconds to wait for a collective at a time
 GPU_POLL = 0.0002  # seconds between looks at a collective on a GPU
+ASK_AGAIN = 0.1  # seconds between questions to a rank that seems to be ending
 ASK_EVERY = 5.0  # seconds of waiting until the other ranks are asked whether they are still there
 
 
@@ -36,6 +39,7 @@ class Work(Protocol):
 
 def wait(work: Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> None:
     """Wait until the collective is done. RuntimeError if it fails, or as soon as another rank says that it has failed.
+    AggregateError if the interpreter ends meanwhile.
 
     Gloo reports a closed connection to the neighbours of a lost rank only, and NCCL to nobody; the others would wait
     for the timeout, which is half an hour by default. On a GPU `gpu_timeout` is that of the group, in seconds.
@@ -45,6 +49,8 @@ def wait(work: Work, roll_call: RollCall | None, gpu_timeout: float = 0.0) -> No
         roll_call.set_activity(WAITING)
     while not _done(work, gpu_timeout > 0):
         now = time.monotonic()
+        if interpreter_exit.has_begun():
+            raise AggregateError("the interpreter ends, and waits for no exchange")
         if roll_call is not None and roll_call.somebody_failed():
             raise RuntimeError("another rank has failed")
         if roll_call is not None and now - asked > ASK_EVERY:
@@ -85,11 +91,12 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
     if not status.begin_failure():  # collectives that were under way fail in the wake of the first
         cause = status.wait_for_cause(deadline - time.monotonic())
         return f"{cause or 'the exchange had failed already'} ({_first_line(error)})"
-    states = roll_call.ask()
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"
-    had_failed = {report.rank for report in status.peer_reports(failed=True)}  # they may have ended since
-    missing = [(rank, state) for rank, state in states.items() if state != ALIVE and rank not in had_failed]
+    states, missing = _missing(roll_call)
+    while states and not (missing or timed_out or roll_call.somebody_failed()) and time.monotonic() < deadline:
+        time.sleep(ASK_AGAIN)  # a connection was closed: its rank is about to end, and still answers
+        states, missing = _missing(roll_call)
     cause = "; ".join(_describe_missing(numbers[rank], state, waited) for rank, state in missing)
     cause = cause or status.wait_for_peer_cause(deadline=0.0)
     if not cause and timed_out:
@@ -97,13 +104,24 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
     # A connection that was closed, though nobody is lost: another rank has failed just now, and will say why.
     cause = cause or status.wait_for_peer_cause(deadline) or _describe_late(status, numbers, waited)
     cause = cause or _describe_unknown(roll_call, timed_out, timeout)
-    roll_call.announce_failure(cause, [rank for rank, state in states.items() if state in (ALIVE, SILENT)])
+    roll_call.announce_failure(cause, [rank for rank, state in states.items() if state in (ALIVE, SILENT, ENDING)])
     return f"{cause} ({_first_line(error)})"
+
+
+def _missing(roll_call: RollCall) -> tuple[dict[int, str], list[tuple[int, str]]]:
+    """Return how all ranks are, and those that are lost or ending though they had not said that they have failed."""
+    states = roll_call.ask()
+    had_failed = {report.rank for report in roll_call.status.peer_reports(failed=True)}  # they may have ended since
+    states |= {report.rank: ENDING for report in roll_call.status.peer_reports(failed=False)
+               if report.doing == ENDING and states.get(report.rank) == ALIVE}  # fmt: skip
+    return states, [(rank, state) for rank, state in states.items() if state != ALIVE and rank not in had_failed]
 
 
 def _describe_missing(rank: int, state: str, waited: str) -> str:
     if state == GONE:
         return f"rank {rank} is gone: its process was killed or has ended, or it has dropped the model"
+    if state == ENDING:
+        return f"rank {rank} {ENDING}"
     if state == SILENT:
         return f"rank {rank} does not answer {waited}: its process is stopped or hangs"
     return f"rank {rank} cannot be reached {waited}: its machine or the network to it is down"

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -82,10 +82,13 @@ class RollCall:
         """Set what this rank says if it is asked: what it is doing, and in which step if that has changed."""
         self.status.set_activity(doing, step)
 
-    def ask(self, seconds: float = PATIENCE) -> dict[int, str]:
-        """Ask every rank that could be reached before, and return their states; `status` has what they answered."""
+    def ask(self, seconds: float = PATIENCE, peers: Collection[int] | None = None) -> dict[int, str]:
+        """Ask every rank that could be reached before, or these, and return their states.
+
+        `status` has what they answered.
+        """
         self._probed.wait(seconds if self._addresses else 0)
-        return self._contact_all(sorted(self._reached), seconds)
+        return self._contact_all(sorted(self._reached if peers is None else self._reached & set(peers)), seconds)
 
     def announce_failure(self, cause: str, peers: Iterable[int] | None = None) -> None:
         """Tell these peers, or all, that this rank has failed and why.

@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from gradwire.aggregate.peers import interpreter_exit
 from gradwire.aggregate.peers.addresses import own_address
 
 TOKEN_BYTES = 16
@@ -24,6 +25,8 @@ QUESTION_SECONDS = 0.5  # that a peer has to send its question
 MOST_QUESTIONS = 256  # at a time; more are turned away
 # Errors of accept() that say nothing about the socket: too many files are open, or a peer has left already.
 PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EAGAIN, errno.EPROTO}
+
+ENDING = "ends: its program is over, or has raised an error"  # what a rank is doing when its interpreter ends
 
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -38,6 +41,7 @@ class Report:
     seconds: float = 0.0  # for how long it has been doing so
     failed: bool = False
     cause: str = ""  # why it has failed, once that is known
+    meetings: int = 0  # calls that all ranks must make, to which this rank has come; on rank 0: all ranks
 
 
 class SharedStatus:
@@ -70,13 +74,19 @@ class SharedStatus:
     def report(self) -> Report:
         """What this rank says now."""
         with self._changed:
-            return replace(self._report, seconds=time.monotonic() - self._since)
+            doing = ENDING if interpreter_exit.has_begun() else self._report.doing
+            return replace(self._report, doing=doing, seconds=time.monotonic() - self._since)
 
     def set_activity(self, doing: str, step: int | None = None) -> None:
         """Say from now on that this rank is doing this, in this step, or in the same step as before."""
         with self._changed:
             self._since = time.monotonic()
             self._report = replace(self._report, doing=doing, step=self._report.step if step is None else step)
+
+    def count_meeting(self) -> None:
+        """Say from now on that this rank has come to one more meeting; rank 0, that all have."""
+        with self._changed:
+            self._report = replace(self._report, meetings=self._report.meetings + 1)
 
     def has_failed(self) -> bool:
         """Tell whether this rank has failed."""
@@ -214,8 +224,8 @@ def read_report(connection: socket.socket, token: bytes, deadline: float) -> Rep
         raise ValueError("the message bears another token, or is too long")
     values = json.loads(_read_exactly(connection, length, deadline))
     report = Report(**{name: values[name] for name in Report.__dataclass_fields__})
-    if not isinstance(report.rank, int):
-        raise ValueError("the message names no rank")
+    if not isinstance(report.rank, int) or not isinstance(report.meetings, int):
+        raise ValueError("the message names no rank, or no number of meetings")
     return report
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradwire.aggregate.sums import aggregator_join
+from gradwire.aggregator import addresses
 from gradwire.aggregator.keys import key_from_environment
 from gradwire.aggregator.packet import packet_format
 from gradwire.errors import AggregateError, GradwireError, SpecError
@@ -25,6 +28,7 @@ SILENCE = 1.5
 """Seconds without any answer until the aggregator counts as lost."""
 IDLE_CHECK = 1.0
 """Seconds between operations until a worker asks whether the session is still there."""
+FORKED = "this process was forked from the worker, which alone can use its connection to the aggregator"
 
 
 @dataclass
@@ -67,7 +71,7 @@ class InNetwork:
     def __init__(
         self, address: str, worker: int, world: int, job: bytes, timeout: float = 60.0, key: bytes | None = None
     ) -> None:
-        """`address` is "host:port"; without `key` (16 bytes) it is that of the environment, GRADWIRE_KEY."""
+        """`address` is "host:port", or "[IPv6]:port"; without `key` (16 bytes) it is that of GRADWIRE_KEY."""
         if AggregatorClient is None:
             raise GradwireError(
                 "an aggregator needs gradwire's native module, on Linux: install gradwire from its source folder"
@@ -78,7 +82,10 @@ class InNetwork:
             raise SpecError("key and job have 16 bytes each")
         if not 0 <= worker < world:
             raise SpecError(f"worker {worker} of {world}: they count from 0")
-        ip, port = aggregator_join.resolve(address)
+        host, port = addresses.split(address, "aggregator")
+        if not port:
+            raise SpecError(f"aggregator {address!r}: it is HOST:PORT, and an aggregator's port is not 0")
+        ip, port = addresses.resolve((host, port), "aggregator")
         self.operations = 0
         """Operations done; those without words are not counted."""
         self.timeout = timeout
@@ -92,10 +99,20 @@ class InNetwork:
         self._joined = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._when_lost: Callable[[Exception], None] | None = None
 
     def set_patience(self, seconds: float) -> None:
         """Set how long an aggregator has to answer, or to come back; at first that is the timeout."""
         self._patience = seconds
+
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        """Have this called, in this object's thread, when the aggregator was lost between operations.
+
+        Without it an aggregator may be away while nobody needs it. With it, silence between operations is a loss, too,
+        if the aggregator does not come back for as long as `set_patience` says.
+        """
+        self._when_lost = call
 
     def join(self) -> None:
         """Wait for all workers of the job; AggregateError says what to do if they do not come together."""
@@ -114,6 +131,8 @@ class InNetwork:
                 raise AggregateError("words are contiguous int32 tensors of one dimension, on the CPU")
         if self._thread is None:
             raise AggregateError("not joined: call join() first")
+        if self._is_forked():
+            raise AggregateError(FORKED)
         operation = Operation(or_words, add_words)
         if not or_words.numel() and not add_words.numel():
             operation.succeed((or_words, add_words))
@@ -127,6 +146,8 @@ class InNetwork:
 
     def finish(self, operation: Operation) -> tuple[Tensor, Tensor]:
         """Wait for the ORed and the added words of all; AggregateError after `timeout` seconds without progress."""
+        if self._is_forked() and not operation.done.is_set():
+            raise AggregateError(FORKED)
         operation.done.wait()
         if operation.error is not None:
             raise operation.error
@@ -141,7 +162,12 @@ class InNetwork:
         return self._last, self._under_way
 
     def close(self) -> None:
-        """Leave the job. The others can still finish operations that all have sent."""
+        """Leave the job. The others can still finish operations that all have sent.
+
+        In a process that was forked from the worker this does nothing: the worker itself has not left.
+        """
+        if self._is_forked():
+            return
         if self._thread is not None:
             self._queue.put(None)
             self._client.stop()
@@ -149,6 +175,9 @@ class InNetwork:
             self._thread = None
             self._client.leave()
             atexit.unregister(self.close)
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     @property
     def bytes_sent(self) -> int:
@@ -189,6 +218,8 @@ class InNetwork:
                     self._check_session()
                 except Exception as error:
                     self._failure = error
+                    if self._when_lost is not None:
+                        self._when_lost(error)
                 continue
             if operation is None:
                 return
@@ -253,9 +284,12 @@ class InNetwork:
         """Join again between operations if the session has ended: the others may wait for this worker."""
         if self._failure is not None:
             return
-        ended = self._client.look_for_end() == "gone" and self._client.who_left() == packet_format.NOBODY
-        if ended or not self._joined:  # it may have been lost again while the last operation was repeated
-            self._join(time.monotonic() + self.timeout)
+        outcome = self._client.look_for_end()
+        ended = outcome == "gone" and self._client.who_left() == packet_format.NOBODY
+        lost = outcome == "silent" and self._when_lost is not None
+        if ended or lost or not self._joined:  # it may have been lost again while the last operation was repeated
+            patience = self.timeout if self._when_lost is None else min(self.timeout, self._patience)
+            self._join(time.monotonic() + patience)
             self._repeat_last()
         else:
             self._client.ask()

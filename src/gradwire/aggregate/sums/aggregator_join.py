@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gradwire.aggregator.packet import packet_format
 from gradwire.aggregator.packet.packet_format import Accept, Join, Kind, Packet
-from gradwire.errors import AggregateError, SpecError
+from gradwire.errors import AggregateError
 
 if TYPE_CHECKING:
     from gradwire._native import AggregatorClient
@@ -35,17 +34,6 @@ class Membership:
     clock_offset: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
     """Nanoseconds to add to the monotonic clock for the time of day; that clock may be set back, and this worker's next
     JOIN would then count as an earlier one."""
-
-
-def resolve(address: str) -> tuple[str, int]:
-    """Return the IPv4 address and the port of "HOST:PORT"; SpecError if there is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SpecError(f"aggregator {address!r}: it is HOST:PORT, such as 10.0.0.1:9999")
-    try:
-        return socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_DGRAM)[0][4][:2]  # type: ignore[return-value]
-    except OSError as error:
-        raise SpecError(f"aggregator {address!r}: {error.strerror or error}") from None
 
 
 def join(client: AggregatorClient, who: Membership, operations: int, deadline: float) -> Accept:
@@ -79,7 +67,7 @@ def join(client: AggregatorClient, who: Membership, operations: int, deadline: f
                 joined = [worker for worker in range(who.world) if bits >> worker & 1]
             elif packet.kind == Kind.REFUSE:
                 raise AggregateError(f"the aggregator at {who.address} refuses: {rest.decode(errors='replace')}")
-            elif packet.kind == Kind.ACCEPT:
+            elif packet.kind == Kind.ACCEPT and len(packet.payload) == packet_format.ACCEPT.size:
                 return _checked(Accept.unpack(packet.payload), who)
         nobody_listens = nobody_listens or client.refused()
     raise AggregateError(_explain(who, joined, nobody_listens))

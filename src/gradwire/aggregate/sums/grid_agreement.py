@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradwire.errors import AggregateError
+from gradwire.errors import AggregateError, CheckpointError
 from gradwire.homomorphic import grid as grids
 from gradwire.homomorphic.grid import Grid
 from gradwire.homomorphic.plan import LANES, Plan, choose, choose_index
@@ -32,6 +33,7 @@ NOT_FINITE, LARGEST = 255, 254  # exponents, with a bias of 127 as in float32
 HEADROOM = 4  # bits above the last maximum: a gradient that grows sixteenfold in a step is still on the grid
 LOG_UNITS = 2**16
 FILTER_ROOM = 2  # times the largest recent union, since a filter that is full would be useless
+MOST_EIGHTHS = 8 * 256  # octaves: float32 has no root mean square beyond them
 REMEMBERED = 4  # steps whose largest exponents and unions count
 EIGHTHS = tuple(2 ** (i / 8) for i in range(8))  # root mean squares are rounded to an eighth of an octave
 
@@ -128,9 +130,14 @@ class Scale:
         return torch.tensor([self.eighths, *self.exponents], dtype=torch.int64, device="cpu")
 
     @classmethod
-    def loaded(cls, state: torch.Tensor) -> Scale:
-        """Return the scale that `saved` made this tensor of."""
+    def loaded(cls, state: Any) -> Scale:
+        """Return the scale that `saved` made this tensor of; CheckpointError if it has made none of the kind."""
+        is_saved = isinstance(state, torch.Tensor) and state.dtype == torch.int64 and state.layout == torch.strided
+        if not is_saved or state.is_meta or state.ndim != 1 or not 2 <= len(state) <= 1 + REMEMBERED:
+            raise CheckpointError("not a state of gradwire: its 'grids' are not scales of gradients")
         eighths, *exponents = state.tolist()
+        if abs(eighths) > MOST_EIGHTHS or not all(0 <= exponent <= LARGEST for exponent in exponents):
+            raise CheckpointError("not a state of gradwire: its 'grids' have scales that no gradient can have")
         return cls(deque(exponents, maxlen=REMEMBERED), eighths)
 
 

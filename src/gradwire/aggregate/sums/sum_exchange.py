@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from gradwire.aggregate.sums.grid_agreement import (
 from gradwire.aggregate.sums.word_message import NO_POSITIONS, NO_WORDS, WordMessage, Words, converter_of
 from gradwire.aggregate.sums.word_sums import WordSums
 from gradwire.aggregate.transport.exchange_thread import Exchange, Pause
+from gradwire.checkpoints.saved_values import mapping_in
 from gradwire.errors import AggregateError, GradwireError
 from gradwire.homomorphic import code, grid
 from gradwire.homomorphic.plan import Plan
@@ -199,9 +201,13 @@ class SumExchange:
         """Return the scales that the next step goes by, so that a resumed run is the same to the bit."""
         return {key: scale.saved() for key, scale in self._scales.items()}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def read_state(self, state: Mapping[str, Any]) -> dict[str, Scale]:
+        """Return the scales in a saved state of the exchange; CheckpointError if they are none."""
+        return {key: Scale.loaded(saved) for key, saved in mapping_in(state, "grids").items()}
+
+    def load(self, scales: dict[str, Scale]) -> None:
         """Go on with the scales of a checkpoint; sizes are asked for again."""
-        self._scales = {key: Scale.loaded(saved) for key, saved in state.items()}
+        self._scales = dict(scales)
         self._sizes.clear()
 
     def _complete(self, decoded: code.Decoded, words: Words) -> Summed:

@@ -8,6 +8,7 @@ has begun, all ordered ones go on by one pause, newest first. All others go on a
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections import deque
@@ -15,6 +16,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
+
+from gradwire.aggregate.peers import interpreter_exit
 
 POLL = 0.002  # seconds between looks at collectives under way, while nothing else is to do
 
@@ -57,7 +60,8 @@ class ExchangeThread:
     depends on that alone, so that it is the same on all ranks. After an error nothing else is begun; `drain` raises it.
 
     `submit`, `drain` and `close` are called by the training's thread. Exchanges run in the other thread, without
-    gradients; the thread is started by the first one and ended by `close`. Where torch computes with one thread and
+    gradients; the thread is started by the first one and ended by `close`, or
+    before the interpreter ends, in the middle of an exchange if need be. Where torch computes with one thread and
     without a GPU, there is no other thread, and exchanges run inside `submit` and `drain`. It never runs an exchange
     from two threads at once, and never knows what an exchange carries.
     """
@@ -82,8 +86,9 @@ class ExchangeThread:
         if self._thread is None or not self._thread.is_alive():
             # A thread begins on the first GPU and its default stream, whatever the training uses.
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            self._thread = threading.Thread(target=self._work, args=(device,), name="gradwire", daemon=True)
-            self._thread.start()
+            self._thread = interpreter_exit.start_thread(
+                self._work, device, name="gradwire", stop=functools.partial(self._queue.put, (None, None))
+            )
         self._queue.put((exchange, None))
 
     def drain(self) -> None:
@@ -119,7 +124,7 @@ class ExchangeThread:
     def _work_on_current_stream(self) -> None:
         while True:
             exchange, done = self._next()
-            if exchange is None and done is None:
+            if (exchange is None and done is None) or interpreter_exit.has_begun():
                 return
             self._run(exchange)
             if done is not None:

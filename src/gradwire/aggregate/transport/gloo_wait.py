@@ -1,16 +1,21 @@
 """Waiting for Gloo's sends and receives, which must not be cut short.
 
 A wait for a send or a receive that runs out of time closes the connection, unlike that for a collective. So a thread
-waits here as long as it takes, and others wait for the thread, in slices.
+waits here as long as it takes, and others wait for the thread, in slices. When the interpreter ends, closing the
+connection is just what is wanted: it wakes the thread.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from gradwire.aggregate.peers import interpreter_exit
 
 
 class ThreadedWait:
@@ -21,8 +26,9 @@ class ThreadedWait:
         self._error: RuntimeError | None = None
         self._thread: threading.Thread | None = None
         if works:
-            self._thread = threading.Thread(target=self._wait, args=(works,), name="gradwire-rests", daemon=True)
-            self._thread.start()
+            self._thread = interpreter_exit.start_thread(
+                self._wait, works, name="gradwire-rests", stop=functools.partial(_cut_short, works)
+            )
         else:
             self._done.set()
 
@@ -47,3 +53,10 @@ class ThreadedWait:
             self._thread.join()  # it lets go of the works, which must not happen while the interpreter ends
         if self._error is not None:
             raise self._error
+
+
+def _cut_short(works: Sequence[dist.Work]) -> None:
+    """Let whoever waits for these sends and receives wait no longer: their connections are closed."""
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradwire.aggregate.peers import interpreter_exit
 from gradwire.aggregate.peers.attendance import Attendance
 from gradwire.aggregate.peers.diagnosis import COMPUTING, WAITING, Work, explain, wait
 from gradwire.aggregate.peers.handshake import Facts, check_agreement
+from gradwire.aggregate.peers.meeting import meet
 from gradwire.aggregate.peers.roll_call import RollCall
 from gradwire.aggregate.transport.gloo_wait import ThreadedWait
+from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import AggregateError, GradwireError
+from gradwire.torch_internals import process_groups
 
 # torch 2.13 renamed them and warns about the old names.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,6 +44,8 @@ class Link:
         if group is None:
             raise AggregateError("no process group: call torch.distributed.init_process_group first")
         self.group: dist.ProcessGroup = group
+        self._under_way = 0  # collectives that were started and not waited for
+        interpreter_exit.watch(self)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
         self.takes_gpu = "cuda:nccl" in dist.get_backend_config(group)  # tensors on a GPU, maybe beside "cpu:gloo"
@@ -63,49 +69,39 @@ class Link:
         backend = dist.get_backend_config(model.group)
         attendance = Attendance(model.group, model.rank, model.world)
         try:
-            everyone = len(ranks) == dist.get_world_size()
-            if not everyone:
-                model._equalize_group_counts()
-            link = cls(dist.new_group(ranks, timeout, backend, use_local_synchronization=not everyone))
+            link = cls(process_groups.new_group(attendance.name, ranks, timeout, backend))
         except RuntimeError as error:
             raise attendance.error_naming_absent(error, ranks, timeout.total_seconds()) from error
         link._attendance = attendance
         return link
 
-    def _equalize_group_counts(self) -> None:
-        """Make empty groups until all ranks are in as many.
-
-        torch names a group that not all ranks make after its ranks and the number of groups that a rank is in. That
-        differs between ranks if the training has other groups: they would wait for each other under different names.
-        """
-        count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], dtype=torch.int64, device=self.device)
-        largest = count.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        for _ in range(int(largest) - int(count)):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
     @classmethod
-    def among(cls, ranks: Sequence[int], like: Link) -> Link:
-        """Return a link with a new group of some ranks of `like`.
+    def among(cls, ranks: Sequence[int], like: Link, purpose: str) -> Link:
+        """Return a link with a new group of some ranks of `like`, which `beside` made.
 
-        Every rank calls it for the groups that it is in, and all ranks of a group in the same order.
+        Every rank calls it for the groups that it is in. Of the same purpose there is one group with a rank.
         """
         backend = dist.get_backend_config(like.group)
         everyone = dist.get_process_group_ranks(like.group)
         chosen = [everyone[rank] for rank in ranks]
+        name = f"{like.group.group_name}/{purpose}/{chosen[0]}"
         try:
-            link = cls(dist.new_group(chosen, timeout_of(like.group), backend, use_local_synchronization=True))
+            link = cls(process_groups.new_group(name, chosen, timeout_of(like.group), backend))
         except RuntimeError as error:
             raise like.diagnose(error) from error
         link.share_roll_call(like)
         return link
 
-    def close(self) -> None:
-        """Give back the sockets and threads of a group that `beside` made; all of its ranks call this.
+    @classmethod
+    def alone(cls, like: Link) -> Link:
+        """Return a link with a new group of this rank only; all ranks of `like` make one."""
+        name = f"{Attendance(like.group, like.rank, like.world).name}/alone/{dist.get_rank()}"
+        backend = dist.get_backend_config(like.group)
+        return cls(process_groups.new_group(name, [dist.get_rank()], timeout_of(like.group), backend))
 
-        A group of some ranks is kept: torch would give its name to the next one, which would find the old addresses.
-        """
-        if dist.is_initialized() and self.world == dist.get_world_size():
+    def close(self) -> None:
+        """Give back the sockets and threads of a group that this class made; all of its ranks call this."""
+        if dist.is_initialized():
             with suppress(ValueError, RuntimeError):  # it is gone already
                 dist.destroy_process_group(self.group)
 
@@ -125,6 +121,30 @@ class Link:
                 raise self._attendance.error_naming_absent(error.__cause__, roll_call.ranks, timeout) from error
             raise
         self.roll_call = roll_call
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Begin the block when all ranks are in this call of the user's; the block's collectives may be of any group.
+
+        AggregateError on all ranks if some do not come, or if one is lost while the block's collectives run.
+        """
+        self._meet(call)
+        try:
+            yield
+        except RuntimeError as error:  # what torch raises
+            if isinstance(error, GradwireError):
+                raise
+            raise self.diagnose(error) from error
+
+    def _meet(self, call: str) -> None:
+        if self.roll_call is not None and self.world > 1:
+            if self.roll_call.status.has_failed():
+                raise AggregateError(f"{call} has to reach all ranks, and an exchange with them has failed before")
+            try:
+                meet(self.roll_call, call, timeout_of(self.group).total_seconds())
+            except AggregateError as error:
+                self.give_up(error)
+                raise
 
     def share_roll_call(self, other: Link) -> None:
         """Use the roll call of a link whose ranks have agreed already."""
@@ -225,11 +245,12 @@ class Link:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill the tensor with that of rank 0, on all ranks."""
-        sent = tensor.detach().to(self.device, memory_format=torch.contiguous_format)
+        entries = as_reals(tensor.detach())
+        sent = entries.to(self.device, memory_format=torch.contiguous_format)
         self.wait(self._started(dist.broadcast, sent, dist.get_global_rank(self.group, 0)))
         self._count(sent, children(self.rank, self.world), int(self.rank > 0))
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(sent)
+        if sent.data_ptr() != entries.data_ptr():
+            entries.copy_(sent)
 
     def _started(self, collective: Callable[..., dist.Work | None], *arguments: Any) -> dist.Work:
         try:
@@ -237,7 +258,17 @@ class Link:
         except RuntimeError as error:
             raise self.diagnose(error) from error
         assert work is not None
+        self.note_started()
         return work
+
+    def note_started(self) -> None:
+        """Count a collective of this group whose work goes to `wait` later."""
+        self._under_way += 1
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether a collective on the CPU is under way, or was given up."""
+        return self._under_way > 0 and self.device.type == "cpu"
 
     def wait(self, work: dist.Work | ThreadedWait | Work) -> None:
         """Wait for a collective; AggregateError if it fails, or as soon as another rank says that it has failed."""
@@ -245,6 +276,8 @@ class Link:
             wait(work, self.roll_call, timeout_of(self.group).total_seconds() if self.device.type == "cuda" else 0.0)
         except RuntimeError as error:
             raise self.diagnose(error) from error
+        if isinstance(work, dist.Work):
+            self._under_way = max(0, self._under_way - 1)
 
     def abort(self) -> None:
         """End collectives on a GPU that will not come through, so that its other work goes on; none can follow them."""
@@ -279,8 +312,7 @@ def only_on_gpus(group: dist.ProcessGroup) -> bool:
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """Return how long collectives of the group wait for a peer."""
     device = torch.device("cuda" if only_on_gpus(group) else "cpu")
-    timeout: datetime.timedelta = group._get_backend(device).options._timeout
-    return timeout
+    return process_groups.timeout_of(group, device)
 
 
 def children(rank: int, world: int) -> int:

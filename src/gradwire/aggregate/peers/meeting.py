@@ -1,0 +1,68 @@
+"""Whether all ranks have come to a call that all must make, such as `all_ranks.state_dict()`, before it begins.
+
+A collective would not do: where one rank makes the call and the others go on training, its collective would meet other
+ones of theirs, or wait for them until the process group's timeout, and nothing would say which call is at fault. So
+ranks ask each other over the sockets of the roll call, and begin only when everyone is there:
+
+1. every rank counts its meetings in what it answers; rank 0 counts those that all have come to;
+2. rank 0 asks all others until each has counted this meeting, then counts it itself;
+3. the others ask rank 0 until it has.
+
+Ranks that cannot be reached (a firewall) are not waited for here, but in the collective that follows.
+"""
+
+from __future__ import annotations
+
+import time
+
+from gradwire.aggregate.peers.diagnosis import COMPUTING
+from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, RollCall
+from gradwire.aggregate.peers.status_server import Report
+from gradwire.errors import AggregateError
+
+ADVICE = "Call it on all ranks, not under `if rank == 0`, and save what it returns on rank 0"
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between questions
+
+
+def meet(roll_call: RollCall, call: str, timeout: float) -> None:
+    """Return when all ranks are in this call. AggregateError if some are not within `timeout` seconds, or never."""
+    status, rank = roll_call.status, roll_call.rank
+    number = status.report.meetings + 1
+    status.set_activity(f"waits in {call} (which all ranks must call, not one alone)")
+    if rank:
+        status.count_meeting()
+    awaited = range(1, len(roll_call.ranks)) if rank == 0 else [0]
+    deadline, pause = time.monotonic() + timeout, FIRST_PAUSE
+    while True:
+        states = roll_call.ask(PATIENCE, awaited)
+        reports = {report.rank: report for failed in (False, True) for report in status.peer_reports(failed)}
+        absent = [r for r in states if r not in reports or reports[r].meetings < number]
+        if not absent:
+            break
+        gone = [roll_call.ranks[r] for r in absent if states[r] == GONE]
+        if gone:
+            raise AggregateError(
+                f"rank {gone[0]} is gone: its process was killed or has ended before it came to {call}, or has dropped "
+                f"the model"
+            )
+        if roll_call.somebody_failed():
+            cause = status.wait_for_peer_cause(time.monotonic() + PATIENCE)
+            if f"waits in {call}" in cause:  # it went on without this call, and has waited for this rank to do so
+                cause += f". {ADVICE}"
+            raise AggregateError(cause or f"another rank has failed before it came to {call}: see its own error")
+        if time.monotonic() > deadline:
+            whereabouts = [_describe(roll_call.ranks[r], states[r], reports.get(r)) for r in absent]
+            raise AggregateError(
+                f"not all ranks have come to {call} within {timeout:g} s: {'; '.join(whereabouts)}. {ADVICE}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    if rank == 0:
+        status.count_meeting()
+    status.set_activity(COMPUTING)
+
+
+def _describe(rank: int, state: str, report: Report | None) -> str:
+    if state != ALIVE or report is None:
+        return f"rank {rank} does not answer: its process is stopped or hangs"
+    return f"rank {rank} {report.doing} in step {report.step}"
