@@ -12,7 +12,7 @@ CUDA_SOURCES := $(foreach folder,gpu cuda_runtime kernels/cuda,$(wildcard src/gr
 C_SOURCES := $(wildcard native/*.cpp native/*.h src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c) \
 	$(CUDA_SOURCES) $(wildcard tests/support/cuda_on_cpu/*.h)
 
-.PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize clean
+.PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize soak exits torch-matrix clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
@@ -75,12 +75,26 @@ trials: $(VENV)/.test      ## the aggregator on a bad network, and beside a floo
 	$(BIN)/python tests/aggregator_trials.py --flood 60
 	test $$(id -u) != 0 || $(BIN)/python tests/xdp_trials.py
 
-fuzz: $(VENV)/.test        ## a million damaged frames
+fuzz: $(VENV)/.test        ## hostile frames and what they cost, aggregator packets, Flower updates, checkpoints: hours
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 1 --repair-checksum
+	$(BIN)/python tests/fuzz_amplification.py --frames 20000
+	$(BIN)/python tests/fuzz_aggregator.py --packets 2000000
+	$(BIN)/python tests/fuzz_flower.py --updates 200000
+	$(BIN)/python tests/fuzz_checkpoints.py --files 50000
 
-sanitize: $(VENV)/.test    ## the native code under AddressSanitizer and UBSan
-	bash scripts/sanitize.sh
+sanitize: $(VENV)/.test    ## the native code under AddressSanitizer and UBSan, and under ThreadSanitizer
+	bash scripts/sanitize.sh memory
+	bash scripts/sanitize.sh threads
+
+soak: $(VENV)/.test        ## an hour of trainings with kills, stops, full disks, lost packets and jumping clocks
+	$(BIN)/python tests/soak.py --minutes 60
+
+exits: $(VENV)/.test       ## how programs end, in every way out, beside plain DDP, on a busy machine: two hours
+	$(BIN)/python tests/exit_trials.py --tries 200 --torchrun 40
+
+torch-matrix:              ## the distributed tests on the oldest torch, our own and the newest: an environment for each
+	$(PYTHON) scripts/torch_matrix.py
 
 clean:
 	rm -rf $(VENV) build

@@ -10,6 +10,8 @@ GRADWIRE_NO_NATIVE=1 pytest     without the native module; otherwise its absence
 pytest --gpu                    what a machine with a GPU should run: `make test-gpu`
 HYPOTHESIS_PROFILE=explore      new random examples each time, and many more of them
 pytest -n 2                     two tests at a time
+pytest --defaults float64       under another default of torch: float64, bfloat16, device (meta), deterministic,
+                                inference or threads; support/odd_defaults.py says what each of them covers
 
 The quick tier has every promise once: every family of kernels on the reference and on the best instruction set, every
 golden frame, every entry point with real ranks, every main fault. A test, a parameter or a scenario that repeats a
@@ -38,7 +40,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import cases
+from support import cases, odd_defaults
 from support.helpers import BACKENDS, use_backend
 from support.rank_pool import RankPool
 
@@ -65,11 +67,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--case", default="", help="of loops over cases, run only those whose names contain this")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
     parser.addoption("--gpu", action="store_true", help="run only what a machine with a GPU should run")
+    parser.addoption("--defaults", choices=odd_defaults.NAMES, help="run everything under another default of torch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: repeats a promise of the quick tier at length; --quick leaves it out")
     cases.wanted = config.getoption("--case")
+    odd_defaults.choose(config.getoption("--defaults"))
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where torch sees none")
     config.addinivalue_line("markers", "slow: needs much memory or time; runs only with --slow")
 
@@ -131,6 +135,13 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     split = not is_thorough(item) and cases.is_split(item.function)
     quick, rest = (item.config.getoption(option) for option in ("--quick", "--rest"))
     cases.part = "" if not split else cases.DIAGONAL if quick else cases.OTHERS if rest else ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """Set the mode of --defaults for the test itself; defaults that hold within gradwire alone need nothing here."""
+    with odd_defaults.around_call():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -17,10 +17,9 @@ WRITTEN_FROM_OUTSIDE = {
     ("aggregate/sums/aggregator_fallback.py", "pending.over_link"),
     ("aggregate/transport/link.py", "link._attendance"),  # by a class method that makes links
     ("data_parallel.py", "self._trained[name].grad"),
+    ("data_parallel.py", "self._sparse[name].grad"),
     ("engine/auto.py", "self._left[0].seconds"),
-    ("fsdp/fsdp2_internals.py", "self._group._all_reduce_hook"),
-    ("fsdp/fsdp2_internals.py", "self._group._reduce_scatter_comm"),
-    ("fsdp/fsdp2_internals.py", "self._group.mesh_info.replicate_process_group"),
+    ("engine/gradients.py", "give_back.atexit"),  # as weakref.finalize says
     ("local_sgd/local_sgd.py", "anchor.grad"),
     ("local_sgd/local_sgd.py", "self._anchor[name].grad"),
 }
@@ -76,3 +75,54 @@ def test_every_new_tensor_has_a_dtype_and_a_device():
                 if "device" not in given or ("dtype" not in given and name not in OF_INTEGERS):
                     unclear.add((path, ast.unparse(node)))
     assert not unclear
+
+
+NOT_OF_TORCH = {"os._exit", "_replace", "_asdict", "_fields"}  # of the standard library, and of its named tuples
+
+
+def test_torchs_insides_are_touched_in_one_place_alone():
+    """What torch does not document may change with any release: torch_internals has all of it, and tests for each name.
+
+    A private name counts as torch's if gradwire does not define it: for other objects than `self` in the same file.
+    """
+    private = {path: private_names(tree) for path, tree in sources()}
+    everywhere = set().union(*private.values())
+    found = []
+    for path, tree in sources():
+        if path.startswith("torch_internals/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                owner = ast.unparse(node.value)
+                known = everywhere if owner in ("self", "cls") else private[path]
+                from_torch = owner.split(".")[0] in ("torch", "dist", "nn", "super()")
+                if (from_torch or node.attr not in known) and not {node.attr, ast.unparse(node)} & NOT_OF_TORCH:
+                    found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+                if is_private(name) and not name.startswith("_gradwire") and name not in private[path]:
+                    found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                module = getattr(node, "module", None) or ""
+                names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+                found += [
+                    f"{path}:{node.lineno}: import of {name}"
+                    for name in names
+                    if name.startswith("torch.") and ("._" in name or "distributed_c10d" in name)
+                ]
+    assert not found, "\n".join(["use gradwire.torch_internals:", *found])
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The private functions, classes, variables and fields that a file defines."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for target in assigned(tree):
+        if isinstance(target, ast.Name):
+            names.add(target.id)
+        elif isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("self", "cls"):
+            names.add(target.attr)
+    return {name for name in names if is_private(name)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,8 +24,8 @@ Words = tuple[torch.Tensor, torch.Tensor]
 
 
 class Serving:
-    def __init__(self, port: int = 0, key: bytes = KEY, limits: Limits | None = None) -> None:
-        self.server = Server(UserspaceEngine(("127.0.0.1", port)), key, limits)
+    def __init__(self, port: int = 0, key: bytes = KEY, limits: Limits | None = None, bind: str = "127.0.0.1") -> None:
+        self.server = Server(UserspaceEngine((bind, port)), key, limits)
         self.port = self.server.engine.address[1]
         self.address = f"127.0.0.1:{self.port}"
         self._stop = threading.Event()
@@ -63,6 +65,20 @@ def joined(address: str, worker: int, world: int, job: bytes = JOB, timeout: flo
         yield client
     finally:
         client.close()
+
+
+def in_a_child(check: Callable[[], None]) -> bool:
+    """Whether a check passes in a process that was forked for it."""
+    child = os.fork()
+    if not child:
+        try:
+            check()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def some_words(seed: int, *sizes: int) -> Words:

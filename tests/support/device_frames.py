@@ -9,7 +9,8 @@ import torch
 
 import gradwire
 from gradwire import codecs
-from gradwire.convert.minifloat import read_format, read_segments, read_step
+from gradwire.convert.minifloat import read_format
+from gradwire.convert.segments import Segments, read_step
 from gradwire.cuda_runtime.launcher import Kernel
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
@@ -96,7 +97,7 @@ def steps_of(frame: bytes) -> tuple[Format, list[tuple[int, float]], Reader]:
     reader = Reader(memoryview(payload))
     fmt = read_format(reader)
     if header.flags & SEGMENTED:
-        return fmt, read_segments(reader, header.elements), reader
+        return fmt, list(Segments(reader, header.elements)), reader
     return fmt, [(header.elements, read_step(reader))], reader
 
 

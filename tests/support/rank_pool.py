@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.catalogue import all_recipes
+from support import odd_defaults
 
 WORLD = 3
 Scenario = Callable[[int], None]
@@ -64,7 +65,7 @@ class Rank:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, other_end = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(other_end,))
+        self.process: BaseProcess = context.Process(target=_serve, args=(other_end, odd_defaults.chosen))
         self.process.start()
         other_end.close()  # so that the end of the process is the end of the pipe
 
@@ -124,6 +125,9 @@ class RankPool:
                 rank.end()
         else:
             self._ranks = taken + self._ranks
+        for _, result in outcomes.values():
+            if isinstance(result, pytest.skip.Exception):
+                raise result
         if late:
             failures.append(f"ranks {late} did not end within {seconds} seconds")
         assert not failures, "\n".join(failures)
@@ -212,11 +216,17 @@ def forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
+        else:  # to torch 2.10
+            from torch.distributed.tensor import DTensor
+
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, defaults: str | None) -> None:
     """Work for the pool until it closes the pipe."""
+    odd_defaults.choose(defaults)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: scenarios collect their garbage, and need not look through all of torch
@@ -228,7 +238,10 @@ def _serve(pipe: Connection) -> None:
                 try:
                     work, rank, folder = pickle.loads(job)
                     os.chdir(folder)
-                    outcome = pickle.dumps((True, work(rank, folder)))
+                    with odd_defaults.around_call():
+                        outcome = pickle.dumps((True, work(rank, folder)))
+                except pytest.skip.Exception as skipped:
+                    outcome = pickle.dumps((False, skipped))
                 except BaseException:
                     outcome = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(outcome)

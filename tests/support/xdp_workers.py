@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gradwire.aggregator.engine import Address
+from gradwire.aggregator.addresses import Address
+from gradwire.aggregator.engine import Peer
 from support.xdp_hosts import XdpHosts
 
 WORDS, BYTES = 336, 1376
@@ -78,8 +79,8 @@ class Workers:
             self.sockets.append(worker)
 
     @property
-    def addresses(self) -> tuple[Address, ...]:
-        return tuple(worker.getsockname() for worker in self.sockets)
+    def addresses(self) -> tuple[Peer, ...]:
+        return tuple(Peer(*worker.getsockname()) for worker in self.sockets)
 
     def received(self, worker: int, seconds: float = 0.0) -> list[bytes]:
         """All that has come until nothing came for so long."""
