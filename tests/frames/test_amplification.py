@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ import gradwire
 from gradwire import FrameError, codecs
 from gradwire.compress import positions
 from gradwire.convert import blocks, level_buckets, segments, sparse
-from gradwire.flower.shared import update
 from gradwire.frame import headers
 from gradwire.kernels.reference import levels as reference_levels
-from support.decoding_cost import can_measure, cost_of, give_back_at_once
+from support.decoding_cost import can_measure
+from support.fresh_process import FreshProcess, fresh_process
 from support.helpers import NO_NATIVE, assemble, bits, check_same, gradient
 from support.hostile_frames import MAKERS, make
 from support.plain_coders import plain_varint
@@ -27,9 +26,6 @@ from support.plain_decoder import plain_decode
 GOLDEN = Path(__file__).parents[1] / "golden"
 MANY = 1 << 19  # elements
 MEGABYTE = 1 << 20
-# Bytes: the kernel counts pages in batches, of each kind and on each core, and in a process that has run many tests,
-# allocators round up. tests/fuzz_amplification.py measures in a process of its own, without this allowance.
-INEXACT = 1 << 20
 measured = pytest.mark.skipif(not can_measure(), reason="this system does not tell the peak of a process's memory")
 
 
@@ -45,30 +41,20 @@ def elements(name: str) -> int:
     return MANY >> 4 if name.endswith("-segments") else MANY
 
 
-def check_memory(decode: Callable[[], object], most: float) -> None:
-    """Decoding takes at most so many bytes; measured again if it was more, since other threads count too."""
-    decode()  # once before: tables are made and libraries loaded
-    costs = [cost_of(decode).memory]
-    while costs[-1] > most and len(costs) < 4:
-        costs.append(cost_of(decode).memory)
-    assert min(costs) <= most + INEXACT
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[FreshProcess]:
+    with fresh_process() as process:
+        yield process
 
 
-def check_frame(frame: bytes, tensor: int) -> None:
+def check_frame(fresh: FreshProcess, frame: bytes, tensor: int) -> None:
     """At most 1.5 times the tensor and 1 MB."""
-    check_memory(lambda: decoded(frame), 1.5 * tensor + MEGABYTE)
-
-
-@pytest.fixture(autouse=True)
-def no_free_memory() -> Iterator[None]:
-    give_back_at_once()
-    yield
-    give_back_at_once(32 << 20)
+    assert fresh.decode(frame, 2 * MANY).memory <= 1.5 * tensor + MEGABYTE
 
 
 @measured
 @pytest.mark.skipif(NO_NATIVE, reason="the reference decodes symbol by symbol: this would take minutes")
-def test_short_frames_that_stand_for_large_tensors() -> None:
+def test_short_frames_that_stand_for_large_tensors(fresh: FreshProcess) -> None:
     """Those that scripts/make_hostile.py has made: each is far shorter than its tensor."""
     paths = sorted((GOLDEN / "hostile").glob("*.frame"))
     assert len(paths) > 20
@@ -76,7 +62,7 @@ def test_short_frames_that_stand_for_large_tensors() -> None:
         frame = path.read_bytes()
         header = headers.read_header(memoryview(frame))
         assert 1000 * len(frame) < header.elements * header.dtype.itemsize
-        check_frame(frame, header.elements * header.dtype.itemsize)
+        check_frame(fresh, frame, header.elements * header.dtype.itemsize)
 
 
 @measured
@@ -84,60 +70,53 @@ def test_short_frames_that_stand_for_large_tensors() -> None:
 @pytest.mark.skipif(NO_NATIVE, reason="the reference decodes symbol by symbol: this would take minutes")
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_bounded_by_the_tensor(name: str, dtype: torch.dtype) -> None:
+def test_memory_is_bounded_by_the_tensor(fresh: FreshProcess, name: str, dtype: torch.dtype) -> None:
     for seed in range(2):
         count = elements(name)
-        check_frame(make(name, count, dtype, random.Random(seed)), count * dtype.itemsize)
+        check_frame(fresh, make(name, count, dtype, random.Random(seed)), count * dtype.itemsize)
 
 
 @measured
 @pytest.mark.thorough
 @pytest.mark.skipif(NO_NATIVE, reason="the reference decodes symbol by symbol: this would take minutes")
 @pytest.mark.parametrize("name", MAKERS)
-def test_memory_is_bounded_where_frames_are_added_up(name: str) -> None:
+def test_memory_is_bounded_where_frames_are_added_up(fresh: FreshProcess, name: str) -> None:
     """As in a mean of several ranks, and on a Flower server."""
     count = elements(name)
-    header, payload = codecs.open_frame(codecs.as_bytes(make(name, count, torch.float32, random.Random(1))))
-    total = torch.zeros(count)
-
-    def add() -> None:
-        with contextlib.suppress(FrameError):
-            codecs.decode_payload(header, payload, total, 0.25, True)
-
-    check_memory(add, 0.5 * 4 * count + MEGABYTE)  # beside `total`, which was there
+    frame = make(name, count, torch.float32, random.Random(1))
+    assert fresh.add(frame).memory <= 0.5 * 4 * count + MEGABYTE  # beside the sum, which was there
 
 
 @measured
-def test_sixty_bytes_of_count_sketch_cost_no_more_than_their_tensor() -> None:
+def test_sixty_bytes_of_count_sketch_cost_no_more_than_their_tensor(fresh: FreshProcess) -> None:
     """They took 40 bytes and 800 ns an element: 4 GB and 80 seconds for a hundred million."""
     frame = make("sketch-tiny", MANY)
     assert len(frame) <= 60
-    check_frame(frame, 4 * MANY)
+    check_frame(fresh, frame, 4 * MANY)
     if not NO_NATIVE:
         plain = gradwire.codec("none").encode(torch.zeros(MANY))
         ratios = []
         while len(ratios) < 8 and min(ratios, default=99) > 40:
-            ratios.append(cost_of(lambda: decoded(frame)).seconds / cost_of(lambda: decoded(plain)).seconds)
+            ratios.append(fresh.decode(frame, MANY).seconds / fresh.decode(plain, MANY).seconds)
         assert min(ratios) <= 40  # 8 as a rule; it was 200
 
 
 @measured
-def test_a_sparse_frame_of_27_bytes_costs_no_more_than_its_tensor() -> None:
+def test_a_sparse_frame_of_27_bytes_costs_no_more_than_its_tensor(fresh: FreshProcess) -> None:
     """It took 17 bytes an element beside the tensor, for gaps, classes and positions."""
     frame = make("sparse-everything-in-27-bytes", MANY)
     assert len(frame) <= 27
-    check_frame(frame, 4 * MANY)
+    check_frame(fresh, frame, 4 * MANY)
     check_same(gradwire.decode(frame), torch.ones(MANY))
 
 
 @measured
 @pytest.mark.skipif(NO_NATIVE, reason="the reference would take a minute")
-def test_a_short_update_costs_no_more_than_the_model_once_more() -> None:
+def test_a_short_update_costs_no_more_than_the_model_once_more(fresh: FreshProcess) -> None:
     """On a Flower server 63 bytes took 72 seconds and a gigabyte beyond the model."""
-    model = {"weight": torch.zeros(MANY)}
     data = plain_varint(1) + plain_varint(2) + plain_varint(0) + make("sketch-tiny", MANY)
     assert len(data) <= 63
-    check_memory(lambda: update.decode(data, model), 1.5 * 4 * MANY + MEGABYTE)
+    assert fresh.update(data, MANY).memory <= 1.5 * 4 * MANY + MEGABYTE
 
 
 # ── limits that no encoder reaches ────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 _libc = ctypes.CDLL(None)
 _MMAP_THRESHOLD = -3  # of mallopt
+_SET_THP_DISABLE = 41  # of prctl
 
 
 class Cost(NamedTuple):
@@ -36,6 +37,11 @@ def can_measure() -> bool:
 def give_back_at_once(smallest: int = 1 << 16) -> None:
     """Have free memory of this size returned to the system at once, so that none that is not in use is counted."""
     _libc.mallopt(_MMAP_THRESHOLD, smallest)
+
+
+def small_pages_only() -> None:
+    """Have this process use no huge pages: one of them counts 2 MB where a few bytes are touched."""
+    _libc.prctl(_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 def cost_of(call: Callable[[], object], small: bool = False) -> Cost:
