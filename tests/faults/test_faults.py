@@ -307,6 +307,51 @@ def test_who_is_late_is_named_with_its_step(ranks):
     assert "rank 1 is alive and computes in step 6" in explain(ranks[1])
 
 
+def test_who_is_late_is_named_where_another_exchange_has_just_ended(ranks):
+    """One of several exchanges of rank 0 has ended and said that it computes, which is what the late rank does, too."""
+    ranks[0].set_activity(diagnosis.COMPUTING)
+    ranks[1].set_activity(diagnosis.COMPUTING)
+    cause = explain(ranks[0], "Timed out waiting 30000ms for send operation to complete")
+    assert "rank 0 waits for the others in step 7, rank 1 is alive and computes in step 7" in cause
+    assert "rank 2" not in cause
+
+
+def test_who_closes_a_connection_is_asked_again(ranks, monkeypatch):
+    """On a lossy network a question comes so late that nobody reads it any more: its rank is there all the same."""
+    closed = []
+
+    def read_report(*arguments):
+        if len(closed) < 2:
+            closed.append(arguments)
+            raise ConnectionResetError("closed")
+        return status_server.read_report(*arguments)
+
+    monkeypatch.setattr(roll_call, "read_report", read_report)
+    assert ranks[0].ask(peers=[1]) == {1: ALIVE}
+    assert len(closed) == 2
+
+
+def test_who_answers_late_after_the_handshake_is_reached_later(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(roll_call, "PATIENCE", 0.1)
+    monkeypatch.setattr(roll_call, "PROBE_AGAIN", (0.05,) * 100)
+    first, second = (RollCall(rank, range(2)) for rank in range(2))
+    addresses = [first.address, second.address]
+    first.start(addresses, first.status.token)
+    assert first._probed.wait(5)
+    assert not first.reaches_all
+    second.start(addresses, first.status.token)
+    deadline = time.monotonic() + 5
+    while not first.reaches_all and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert first.reaches_all
+
+
+def test_of_two_ranks_the_other_one_is_lost():
+    alone = RollCall(1, [4, 6])
+    assert explain(alone).startswith("lost rank 4, or it did not answer within the process group's timeout; whether it")
+
+
 def test_nobody_is_blamed_who_could_never_be_reached(ranks):
     ranks[0]._reached.clear()
     vanish(ranks[1])

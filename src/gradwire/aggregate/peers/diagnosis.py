@@ -130,10 +130,12 @@ def _describe_missing(rank: int, state: str, waited: str) -> str:
 def _describe_late(status: SharedStatus, numbers: list[int], waited: str) -> str:
     """Name the ranks that are at another step or do something else than this one; empty if there are none."""
     here = status.report
-    elsewhere = [r for r in status.peer_reports(failed=False) if (r.step, r.doing) != (here.step, here.doing)]
+    # It is in an exchange, even if another of its exchanges has ended meanwhile and said that it computes.
+    doing = WAITING if here.doing == COMPUTING else here.doing
+    elsewhere = [r for r in status.peer_reports(failed=False) if (r.step, r.doing) != (here.step, doing)]
     if not elsewhere:
         return ""
-    this_rank = f"rank {numbers[here.rank]} {here.doing} in step {here.step}"
+    this_rank = f"rank {numbers[here.rank]} {doing} in step {here.step}"
     others = (
         f"rank {numbers[r.rank]} is alive and {r.doing} in step {r.step}, for {r.seconds:.0f} s" for r in elsewhere
     )
@@ -144,6 +146,11 @@ def _describe_unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> s
     failed = roll_call.status.peer_reports(failed=True)
     if failed:
         return f"rank {roll_call.ranks[failed[0].rank]} has failed, and did not say why: see its own error"
+    if not roll_call.reaches_all and len(roll_call.ranks) == 2:  # it can be nobody else
+        return (
+            f"lost rank {roll_call.ranks[1 - roll_call.rank]}, or it did not answer within the process group's timeout; "
+            "whether it is gone nobody knows, since ranks cannot reach each other at the ports that gradwire asks at"
+        )
     if not roll_call.reaches_all:
         return (
             "lost a peer, or it did not answer within the process group's timeout; nobody knows which one, since "

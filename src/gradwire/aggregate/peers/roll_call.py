@@ -4,7 +4,8 @@ Gloo and NCCL say that a connection was closed or that time is up; not who is to
 cannot be used to find out. So every rank has a listening socket and a thread that answers on it:
 
 1. A rank whose collective has failed connects to all others. From one that was killed the connection is refused; one
-   that is stopped accepts it, since its kernel does, and is silent; all others answer what they are doing.
+   that is stopped accepts it, since its kernel does, and is silent; all others answer what they are doing. One that
+   closes the connection is asked again: the question has come late, on a lossy network, or it is asked too much.
 2. A question is also an announcement: whoever is asked knows that the other has failed by itself. If that process has
    ended a moment later, it is not taken for the lost one.
 3. When the rank has found the cause (`diagnosis.py`), it tells the others, before it raises.
@@ -36,6 +37,8 @@ from gradwire.aggregate.peers.status_server import (
 )
 
 PATIENCE = 3.0  # seconds for all answers
+PROBE_AGAIN = (3.0, 10.0, 30.0)  # seconds until ranks that could not be reached are tried once more
+CONTACT_AGAIN = 0.05  # seconds until a rank is asked again that has closed the connection
 
 ALIVE, GONE, SILENT, UNREACHABLE = "alive", "gone", "silent", "unreachable"  # states of another rank
 
@@ -107,11 +110,13 @@ class RollCall:
         """Tell whether another rank has said that it has failed: then there is nothing to wait for."""
         return bool(self.status.peer_reports(failed=True))
 
-    def _probe(self) -> None:
-        peers = [r for r, address in enumerate(self._addresses) if r != self.rank and address is not None]
-        states = self._contact_all(peers, PATIENCE)
-        self._reached = {rank for rank, state in states.items() if state == ALIVE}
+    def _probe(self) -> bool:
+        """See which of the ranks that have not been reached yet can be; return whether all have been."""
+        peers = {r for r, address in enumerate(self._addresses) if r != self.rank and address is not None}
+        states = self._contact_all(peers - self._reached, PATIENCE)
+        self._reached = self._reached | {rank for rank, state in states.items() if state == ALIVE}
         self._probed.set()
+        return self._reached == peers
 
     def _contact_all(self, peers: Iterable[int], seconds: float, await_answers: bool = True) -> dict[int, str]:
         peers, deadline = list(peers), time.monotonic() + seconds
@@ -126,6 +131,17 @@ class RollCall:
 
     def _contact(self, rank: int, deadline: float, await_answer: bool) -> str:
         """Send this rank's report to another one, record its answer, and return its state."""
+        while True:
+            try:
+                return self._contact_once(rank, deadline, await_answer)
+            except ConnectionRefusedError:
+                return GONE
+            except ConnectionError:  # reset, or closed before it had answered
+                if time.monotonic() + CONTACT_AGAIN > deadline:
+                    return GONE
+                time.sleep(CONTACT_AGAIN)
+
+    def _contact_once(self, rank: int, deadline: float, await_answer: bool) -> str:
         address = self._addresses[rank]
         assert address is not None
         state = UNREACHABLE
@@ -136,8 +152,8 @@ class RollCall:
                 if not await_answer:
                     return state
                 report = read_report(connection, self.status.token, deadline)
-        except ConnectionError:  # refused, reset, or closed before it had answered
-            return GONE
+        except ConnectionError:  # an OSError, too, but one after which it is worth asking again
+            raise
         except (OSError, ValueError):
             return state
         self.status.record(report)
@@ -145,5 +161,10 @@ class RollCall:
 
 
 def _probe(roll_call: RollCall) -> None:
+    """Probe until all ranks have been reached, or a few times: on a busy machine the first answers may come late."""
     with suppress(ReferenceError):
+        for pause in PROBE_AGAIN:
+            if roll_call._probe():
+                return
+            time.sleep(pause)
         roll_call._probe()
