@@ -148,8 +148,9 @@ def _describe_unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> s
         return f"rank {roll_call.ranks[failed[0].rank]} has failed, and did not say why: see its own error"
     if not roll_call.reaches_all and len(roll_call.ranks) == 2:  # it can be nobody else
         return (
-            f"lost rank {roll_call.ranks[1 - roll_call.rank]}, or it did not answer within the process group's timeout; "
-            "whether it is gone nobody knows, since ranks cannot reach each other at the ports that gradwire asks at"
+            f"lost rank {roll_call.ranks[1 - roll_call.rank]}, or it did not answer within the process group's "
+            "timeout; whether it is gone nobody knows, since ranks cannot reach each other at the ports that gradwire "
+            "asks at"
         )
     if not roll_call.reaches_all:
         return (
