@@ -86,6 +86,7 @@ class DataParallel(nn.Module):
         self._trained = {name: p for name, p in trained.items() if id(p) not in sparse}
         self._sparse = {name: p for name, p in trained.items() if id(p) in sparse}
         try:
+            self._gradients.open()
             for name, parameter in self._sparse.items():
                 self._gradients.check_sparse(name, parameter)
             self._gradients.connect()

@@ -24,6 +24,7 @@ from gradwire.correct.complex_pairs import as_reals
 from gradwire.engine.bucket_order import BucketOrder
 from gradwire.engine.gradients import Gradients
 from gradwire.engine.handle import Handle
+from gradwire.engine.one_process import IdleHandle, is_alone, processes
 from gradwire.engine.options import Options, Scaler
 from gradwire.engine.parameter_watch import ParameterWatch, named_parameters
 from gradwire.engine.plain_buckets import PlainBuckets
@@ -76,6 +77,7 @@ class State(Gradients):
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._plain_buckets: PlainBuckets | None = None
         self._pending_sparse: list[tuple[str, torch.futures.Future[torch.Tensor]]] = []
+        self.open()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; the call for the last bucket of a step waits for all of them."""
@@ -271,8 +273,11 @@ def attach(
     aggregator: str | None = None,
     aggregator_fallback: bool = False,
     memory: str = "fp32",
-) -> DDPHandle:
+) -> Handle:
     """Compress the gradients of a DDP model. `spec` is a recipe, or a dict from name patterns to recipes.
+
+    In a program of one process a model that is not wrapped, as frameworks leave it then, stays as it is: a warning says
+    so, and the handle does nothing, so that a script can be tried alone.
 
     A model that is attached already gets the new recipe in place of the old one, and an empty error memory.
 
@@ -291,6 +296,9 @@ def attach(
     """
     model = compiled_model(model)
     if not isinstance(model, DistributedDataParallel):
+        if isinstance(model, torch.nn.Module) and is_alone(processes(), "attach"):
+            options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
+            return IdleHandle(Gradients(spec, named_parameters(model), None, options))
         raise GradwireError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap it first")
     if reduces_in_python(model):
         raise GradwireError(PYTHON_REDUCER)

@@ -52,6 +52,7 @@ class Gradients:
 
     `has_all` says that every rank has a gradient of every parameter in every step, or zeros in its place. `order` says
     in which order tensors come that have not the order of their dimensions. Complex tensors come as pairs of reals.
+    Until `open` is called the optimizer keeps its momentum.
     """
 
     def __init__(
@@ -92,7 +93,6 @@ class Gradients:
         self._masks = self.recipes.any("mask")
         if self._masks:
             check_momentum(options.optimizer, self._names)
-            self.open()
 
     def _know(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self._tensors = describe(named)

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import ddp
 from gradwire.catalogue.spec_by_name import Spec
+from gradwire.engine.handle import Handle
+from gradwire.engine.one_process import is_alone
 from gradwire.errors import GradwireError
-from gradwire.integrations.one_process import is_alone
 
 
 class Compress(pl.Callback):
@@ -25,7 +26,7 @@ class Compress(pl.Callback):
 
     def __init__(self, spec: Spec = "co3"):
         self.spec = spec
-        self.handle: ddp.DDPHandle | None = None
+        self.handle: Handle | None = None
         self._saved: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

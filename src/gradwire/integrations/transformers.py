@@ -18,8 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from gradwire import ddp
 from gradwire.catalogue.spec_by_name import Spec
 from gradwire.checkpoints.whole_file import read_whole, write_whole
+from gradwire.engine.handle import Handle
+from gradwire.engine.one_process import is_alone
 from gradwire.errors import GradwireError
-from gradwire.integrations.one_process import is_alone
 
 FILE = "gradwire.pt"  # in the Trainer's checkpoint folders
 
@@ -33,7 +34,7 @@ class Compress(TrainerCallback):
 
     def __init__(self, trainer: Trainer, spec: Spec = "co3"):
         self.trainer, self.spec = trainer, spec
-        self.handle: ddp.DDPHandle | None = None
+        self.handle: Handle | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
