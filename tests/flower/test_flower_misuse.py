@@ -102,6 +102,20 @@ def test_no_client_with_the_mod(caplog: pytest.LogCaptureFixture) -> None:
     assert "a mod of the app?" not in caplog.text
 
 
+def test_patterns_that_match_nothing_are_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mod, "_warnings_given", set())
+    spec = {"layers.*": "co3", "*": "none"}
+    strategy = flower.Compressed(FedAvg(fraction_evaluate=0.0), download={"layer?.*": "co3", "*": "bf16"})
+    run(strategy, adding_client([flower.compress(spec)]), rounds=2)
+    assert caplog.text.count("the pattern 'layers.*' matches no parameter") == 1
+    assert caplog.text.count("download=: the pattern 'layer?.*' matches no parameter") == 1
+    caplog.clear()
+    run(flower.Compressed(FedAvg(fraction_evaluate=0.0)), adding_client([flower.compress({"bn*": "none", "*": "co3"})]))
+    assert "matches no parameter" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 from gradwire.catalogue.parse_recipe import recipe
@@ -49,14 +49,20 @@ def recipe_of_name(name: str, recipes: Recipes) -> Recipe:
     raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
 
 
-def warn_of_idle_patterns(recipes: Recipes, names: Iterable[str]) -> None:
-    """Warn of patterns that match none of a model's parameters: they are likely to be misspelt."""
+def idle_patterns(recipes: Recipes, names: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each pattern that matches none of a model's parameters: it is likely to be misspelt."""
     names = list(names)
     for pattern in recipes:
         if names and pattern != "*" and not any(map(_compiled(pattern).match, names)):
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
             hint = f"; the nearest is {near[0]!r}" if near else f", which has names such as {names[0]!r}"
-            warnings.warn(f"the pattern {pattern!r} matches no parameter of the model{hint}", UserWarning, stacklevel=3)
+            yield f"the pattern {pattern!r} matches no parameter of the model{hint}"
+
+
+def warn_of_idle_patterns(recipes: Recipes, names: Iterable[str]) -> None:
+    """Warn of patterns that match none of a model's parameters."""
+    for sentence in idle_patterns(recipes, names):
+        warnings.warn(sentence, UserWarning, stacklevel=3)
 
 
 def recipe_of_tensor(name: str, entries: int, recipes: Recipes) -> Recipe:

@@ -12,7 +12,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.supercore import log
 
-from gradwire.catalogue.spec_by_name import Recipes, Spec, parse_spec
+from gradwire.catalogue.spec_by_name import Recipes, Spec, idle_patterns, parse_spec
 from gradwire.errors import GradwireError
 from gradwire.flower.client import byte_budget, model_changes
 from gradwire.flower.client.client_memory import ClientMemory, usable
@@ -135,6 +135,8 @@ class CompressMod:
         key, model = trained[0], received[1]
         differences, values = model_changes.changes(model, trained[1])
         left_out = usable(left_out, differences)
+        for sentence in idle_patterns(self._recipes(note) or {}, model):
+            _warn_once(sentence)
         spec = spec_for(note.rate, differences) if note.rate else self.recipe
         if note.rate or isinstance(spec, str):  # a dict may name a recipe for variances
             values |= model_changes.collapsed_variances(model, differences)

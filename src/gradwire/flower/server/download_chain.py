@@ -13,13 +13,15 @@ not been sent yet.
 from __future__ import annotations
 
 from collections import deque
+from logging import WARNING
 
 import torch
+from flwr.supercore import log
 
 from gradwire.catalogue.parse_recipe import recipe
 from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import Values
-from gradwire.catalogue.spec_by_name import Spec, parse_spec
+from gradwire.catalogue.spec_by_name import Spec, idle_patterns, parse_spec
 from gradwire.errors import GradwireError, SpecError
 from gradwire.flower.shared import model_copy, update
 from gradwire.flower.shared.update import Tensors
@@ -63,6 +65,9 @@ class DownloadChain:
                     f"the model has diverged: {name!r} holds a NaN. Clients keep the model before it; "
                     "a lower learning rate may help"
                 )
+        if not self.number:
+            for sentence in idle_patterns(parse_spec(self.spec), model):
+                log(WARNING, "gradwire: download=: %s", sentence)
         model = model_copy.private_copy(model)
         model_bytes = model_copy.whole_bytes(model)
         step, shared_copy = self._step(model) if self.number and same_names else (None, model)
