@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from support.hostile_frames import MAKERS, make
 from support.plain_coders import plain_varint
 from support.plain_decoder import plain_decode
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+TESTS = Path(__file__).parents[1]
+GOLDEN = TESTS / "golden"
 MANY = 1 << 19  # elements
 MEGABYTE = 1 << 20
 measured = pytest.mark.skipif(not can_measure(), reason="this system does not tell the peak of a process's memory")
@@ -117,6 +120,34 @@ def test_a_short_update_costs_no_more_than_the_model_once_more(fresh: FreshProce
     data = plain_varint(1) + plain_varint(2) + plain_varint(0) + make("sketch-tiny", MANY)
     assert len(data) <= 63
     assert fresh.update(data, MANY).memory <= 1.5 * 4 * MANY + MEGABYTE
+
+
+def fuzz(setup: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A short run of tests/fuzz_amplification.py, in a process of its own for the sake of its memory figure."""
+    code = f"import sys, fuzz_amplification as f; {setup}; sys.exit(f.run(f.parse({list(options)})))"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, timeout=900, check=False
+    )
+
+
+@measured
+@pytest.mark.thorough
+@pytest.mark.skipif(NO_NATIVE, reason="the reference decodes symbol by symbol: this would take minutes")
+def test_hostile_frames_take_no_longer_than_four_honest_ones() -> None:
+    """Made ones and damaged ones of every codec, in every way to decode: time as well as memory."""
+    done = fuzz("pass", "--frames", "400", "--seed", "11")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "400 frames, 0 beyond the bounds" in done.stdout
+    assert done.stdout.count("× honest |") == 8, done.stdout
+
+
+@measured
+@pytest.mark.thorough
+@pytest.mark.parametrize(("bound", "found"), [("MOST_TIME", "× time"), ("MOST_MEMORY", "× memory")])
+def test_frames_beyond_the_bounds_are_noticed(bound: str, found: str) -> None:
+    done = fuzz(f"f.{bound} = -1e9", "--frames", "3", "--seed", "11")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BEYOND" in done.stdout and found in done.stdout
 
 
 # ── limits that no encoder reaches ────────────────────────────────────────────────────────────────
