@@ -4,11 +4,13 @@
 #     scripts/sanitize.sh [frames to damage, 20000 if not said]     AddressSanitizer and UBSan, then ThreadSanitizer
 #     scripts/sanitize.sh memory [frames]                           the first two alone: tests of the native code, and
 #                                                                   damaged frames on every instruction set
-#     scripts/sanitize.sh threads                                   the last alone: kernels on several threads
+#     scripts/sanitize.sh threads                                   the last alone: kernels on several threads, and
+#                                                                   the aggregator beside its workers
+#     scripts/sanitize.sh aggregator                                of these, the aggregator alone, which needs no .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 which=both
-case "${1:-}" in memory | threads) which=$1 && shift ;; esac
+case "${1:-}" in memory | threads | aggregator) which=$1 && shift ;; esac
 frames=${1:-20000}
 bin=$PWD/.venv/bin
 compiler=${CXX:-g++}
@@ -69,6 +71,15 @@ threads() {
   sanitized libtsan -m pytest -p no:cacheprovider --capture=sys --quick tests/kernels/test_threads.py tests/kernels/test_rows.py -k "not fork"
 }
 
-[ "$which" = threads ] || memory
-[ "$which" = memory ] || threads
+# Engine and workers as threads of one program: from Python they are processes, of which each has one thread in here.
+aggregator() {
+  local sources=(tests/native_tsan/aggregator_driver.cpp native/{aggregator,aggregator_client,datagrams,socket_addresses}.cpp)
+  mkdir -p build
+  "$compiler" -std=c++17 -O1 -g -fsanitize=thread -pthread -Inative -Isrc/gradwire/aggregator/packet "${sources[@]}" -o build/aggregator_driver
+  TSAN_OPTIONS="halt_on_error=1 exitcode=66" build/aggregator_driver
+}
+
+case "$which" in both | memory) memory ;; esac
+case "$which" in both | threads) threads ;; esac
+case "$which" in both | threads | aggregator) aggregator ;; esac
 echo "nothing found"

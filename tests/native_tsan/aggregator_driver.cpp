@@ -1,8 +1,6 @@
 // The aggregator's native code under ThreadSanitizer: one engine, and the workers of several jobs, a thread each.
 //
-//     c++ -std=c++17 -O1 -g -fsanitize=thread -pthread -Inative -Isrc/gradwire/aggregator/packet
-//         tests/native_tsan/aggregator_driver.cpp native/aggregator.cpp native/aggregator_client.cpp
-//         native/datagrams.cpp native/socket_addresses.cpp -o build/aggregator_driver && build/aggregator_driver
+//     scripts/sanitize.sh aggregator
 //
 // Threads are those of the programs: the engine's, which alone calls it; for each worker one that runs its operations;
 // and one that reads its counters and stops it, as the training's thread does. It exits with 1 after a wrong sum, and
