@@ -78,7 +78,7 @@ trials: $(VENV)/.test      ## the aggregator on a bad network, and beside a floo
 fuzz: $(VENV)/.test        ## hostile frames and what they cost, aggregator packets, Flower updates, checkpoints: hours
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 1 --repair-checksum
-	$(BIN)/python tests/fuzz_amplification.py --frames 20000
+	$(BIN)/python tests/fuzz_amplification.py --frames 100000
 	$(BIN)/python tests/fuzz_aggregator.py --packets 2000000
 	$(BIN)/python tests/fuzz_flower.py --updates 200000
 	$(BIN)/python tests/fuzz_checkpoints.py --files 50000
