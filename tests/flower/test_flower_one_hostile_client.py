@@ -126,6 +126,10 @@ UNUSABLE: dict[str, Fault] = {
     "complex numbers": raw(model_with(scalar=np.zeros((), "c8"))),
     "text": raw(model_with(scalar=np.array("a"))),
     "raw NaN": raw(model_with(bn_weight=np.full(40, np.nan, "f4"))),
+    "NaN of a type that torch does not know": raw(model_with(bn_weight=np.full(40, np.nan, np.longdouble))),
+    "a type that torch does not know": raw(model_with(bn_weight=np.ones(40, np.longdouble))),
+    "a type that no frame holds": raw(model_with(bn_weight=np.ones(40, "u8"))),
+    "another byte order": raw(model_with(bn_weight=np.ones(40, ">f4"))),
     "another message type": with_metadata(message_type="evaluate"),
     "a type of its own": with_metadata(message_type="system"),
     "another client": with_metadata(src_node_id=1),
@@ -282,6 +286,46 @@ def test_limits_are_read() -> None:
     assert [(limit.most, limit.times) for limit in read] == [
         (np.inf, np.inf), (np.inf, 1e6), (np.inf, 2.5), (5.0, np.inf)
     ]  # fmt: skip
+
+
+# ── models with arrays that no frame holds ──
+
+ODD = {"complex": torch.full((40, 50), 1 + 1j), "mask": torch.tensor([0.0, -np.inf]), "weight": torch.ones(40, 50)}
+
+
+def of_odd(**changes: Any) -> dict[str, Any]:
+    return {**{name: tensor.numpy() for name, tensor in ODD.items()}, **changes}
+
+
+ODD_REPLIES: dict[str, dict[str, Any]] = {
+    "complex NaN": of_odd(complex=np.full((40, 50), complex(0, np.nan), "c8")),
+    "complex infinity": of_odd(complex=np.full((40, 50), complex(np.inf, 0), "c8")),
+    "far away": of_odd(complex=np.full((40, 50), 1e17j, "c8")),
+    "a real one far away": of_odd(weight=np.full((40, 50), 1e17, "f4")),
+    "another complex type": of_odd(complex=np.ones((40, 50), "c16")),
+    "no complex one": of_odd(complex=np.ones((40, 50), "f4")),
+    "another mask": of_odd(mask=np.array([np.inf, np.nan], "f4")),
+}
+
+
+@for_each("what", ODD_REPLIES)
+def test_one_hostile_client_of_a_model_that_travels_raw(what: str) -> None:
+    app = ClientApp(mods=[flower.compress("co3")])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = {name: t + 0.01 for name, t in message.content["arrays"].to_torch_state_dict().items()}
+        records = {"arrays": ArrayRecord(model), "metrics": MetricRecord({"num-examples": 1.0})}
+        return Message(RecordDict(records), reply_to=message)
+
+    strategy = flower.Compressed(FedAvg(fraction_evaluate=0.0))
+    fault = by_hostile(raw(ODD_REPLIES[what]))
+    result, _ = run(strategy, app, clients=5, rounds=2, fault=fault, model=ODD)
+    assert strategy.stats()["train"]["rejected"] == 2
+    model = final(result)
+    assert model["complex"].dtype == torch.complex64
+    for name, tensor in ODD.items():
+        torch.testing.assert_close(model[name], tensor + 0.02)
 
 
 # ── evaluation, duplicates, other strategies ──

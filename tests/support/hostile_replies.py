@@ -23,7 +23,7 @@ Damage = Callable[[list[bytes], random.Random], bytes]
 NUMBERS = (0, 1, -1, 0.5, 2**31, 2**53, 2**62, 2**63, -(2**62), 1e-300, 1e18, 1e300, float("nan"), float("inf"))
 NAMES = ("num-examples", "train_loss", "x", "", "gradwire", "arrays", "ä" * 50)
 SHAPES = ((), (1,), (0,), (3,), (40,), (40, 130), (130, 40), (5200,), (1, 40), (0, 4), (7, 3))
-DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "c8", "U3", "S4", "O", ">f4")
+DTYPES = ("f4", "f8", "f2", "g", "i8", "u1", "u8", "?", "c8", "U3", "S4", "O", ">f4")
 
 
 @functools.cache
@@ -87,6 +87,7 @@ def one_round(wire: Wire, grid: Answers, rng: random.Random, updates: list[bytes
     for name, sent in sent_record().items() if arrays is not None else ():
         assert tuple(arrays[name].shape) == tuple(sent.shape), f"{name} has another shape"
         assert np.isfinite(arrays[name].numpy()).all(), f"{name} is not finite"
+        assert str(arrays[name].dtype) in ("float16", "float32", "float64"), f"{name} cannot be read by clients"
     assert arrays is None or arrays.keys() == sent_record().keys(), "another model"
     return f"averaged, the hostile one {'used' if HOSTILE in seen else 'rejected'}"
 
@@ -179,7 +180,7 @@ def any_array(rng: random.Random) -> Array:
         stype = rng.choice(("numpy.ndarray", "numpy.ndarray", "gradwire", "torch", ""))
         return Array(rng.choice(("float32", "int64", "object", "")), rng.choice((shape, (2**40,), (-1,))), stype, data)
     with np.errstate(all="ignore"):
-        value = rng.choice(NUMBERS) if dtype in ("f4", "f8", "f2") else rng.randrange(2)
+        value = rng.choice(NUMBERS) if dtype in ("f4", "f8", "f2", "g") else rng.randrange(2)
         return Array(np.full(shape, value, dtype))
 
 

@@ -97,24 +97,29 @@ def checked_raw(
         for name, array in record.items():
             if array.stype == arrays.NUMPY:
                 _check_raw(name, array, model)
-    if model_record is None or not model.can_be_updated_by(model_record[1]):
+    if model_record is None or not model.has_layout_of(model_record[1]):
         return reply, None
     key, record = model_record
     # The chain knows only of the present model how its copy differs; personal models went out whole and exact.
     if chain is None or model.number != chain.number:
-        return reply, UpdateNorm(arrays.tensors(record), model.counted)
+        return reply, UpdateNorm(_reals(record, model), model.counted)
     rebased = _clamp_variances(chain.rebased(arrays.tensors(record)), model)
     record = arrays.record({name: arrays.array(tensor) for name, tensor in rebased.items()})
     return with_records(reply, {**reply.content, key: record}), UpdateNorm(rebased, model.counted)
 
 
+def _reals(record: ArrayRecord, model: SentModel) -> dict[str, torch.Tensor]:
+    found = {name: arrays.reals(name, array) for name, array in record.items()}
+    return {n: t for n, t in found.items() if t is not None and n in model.reals and t.shape == model.reals[n].shape}
+
+
 def _check_raw(name: str, array: Array, model: SentModel) -> None:
-    values = arrays.values(name, array)
-    if array.dtype not in ("float16", "float32", "float64"):
+    tensor = arrays.reals(name, array)
+    if tensor is None or not tensor.is_floating_point():
         return
-    known = name in model.record and arrays.supported(model.record.values())
-    before = model.tensors[name] if known else torch.empty(0, dtype=torch.float32, device="cpu")
-    tensor = torch.from_numpy(values.copy())
+    before = model.reals.get(name)
+    if before is None:
+        before = torch.empty(0, dtype=torch.float32, device="cpu")
     check_size(name, tensor, before)
     if update.is_variance(name) and bool((tensor < 0).any()) and not bool((before < 0).any()):
         raise GradwireError(f"a negative variance in {name!r}")

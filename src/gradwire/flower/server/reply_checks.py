@@ -17,7 +17,6 @@ from gradwire.flower.shared import arrays
 
 LARGEST_WEIGHT = 2.0**53  # above it not even whole numbers can be told apart
 LARGEST_METRIC = 2.0**60  # of those by which a strategy computes the next model
-NUMBERS = ("bool", "int", "uint", "float")
 LONGEST_NAME = 60  # characters of a name that a client chose, in a reason
 
 
@@ -73,11 +72,7 @@ def in_models_order(record: ArrayRecord, model: ArrayRecord) -> ArrayRecord:
     any_length = all(_is_row_of_bytes(array) for array in model.values())
     for name, sent in model.items():
         array = record[name]
-        if sent.stype == arrays.NUMPY and sent.dtype.startswith(NUMBERS):
-            same_kind = array.stype == arrays.NUMPY and array.dtype.startswith(NUMBERS)
-        else:
-            same_kind = (array.stype, array.dtype) == (sent.stype, sent.dtype)
-        if not same_kind:
+        if not arrays.is_like(array, sent):
             raise GradwireError(f"the array {_short(name)} is {_short(array.dtype)}, not {sent.dtype}")
         same_shape = _is_row_of_bytes(array) if any_length else tuple(array.shape) == tuple(sent.shape)
         if not same_shape:

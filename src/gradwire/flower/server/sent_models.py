@@ -40,18 +40,26 @@ class SentModel:
         return self._tensors
 
     @functools.cached_property
+    def reals(self) -> dict[str, torch.Tensor]:
+        """All arrays of numbers as tensors that replies can be compared with; complex entries are pairs."""
+        if arrays.supported(self.record.values()):
+            return self.tensors
+        found = {name: arrays.reals(name, array) for name, array in self.record.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @functools.cached_property
     def counted(self) -> dict[str, torch.Tensor]:
         """The tensors that count to the norm of an update."""
-        return update_norm.counted(self.tensors, self.integers)
+        return update_norm.counted(self.reals, self.integers)
 
     @functools.cached_property
     def norms(self) -> dict[str, float]:
         """The norms of the model itself, by group of tensors."""
         return update_norm.model_norms(self.counted)
 
-    def can_be_updated_by(self, record: ArrayRecord) -> bool:
-        """Whether the arrays of a reply are those of the model, with dtypes and ranks that frames can hold."""
-        if record.keys() != self.record.keys() or not arrays.supported([*record.values(), *self.record.values()]):
+    def has_layout_of(self, record: ArrayRecord) -> bool:
+        """Whether the arrays of a reply are those of the model, by names and shapes."""
+        if record.keys() != self.record.keys():
             return False
         return all(tuple(array.shape) == tuple(self.record[name].shape) for name, array in record.items())
 
@@ -83,7 +91,9 @@ class SentModels:
         """
         distinct = {id(record): record for record in records}
         for record in distinct.values():
-            self._integers |= {name for name, array in record.items() if "float" not in array.dtype}
+            self._integers |= {
+                name for name, array in record.items() if not any(kind in array.dtype for kind in ("float", "complex"))
+            }
         if len(distinct) == 1:
             ((identity, record),) = distinct.items()
             return {identity: self._common_model(record)}

@@ -63,8 +63,10 @@ class UpdateNorm:
 
 
 def model_norms(model: Tensors) -> dict[str, float]:
-    """Return the norm of a model's tensors by group."""
-    return {group: math.hypot(*(norm(t) for name, t in model.items() if _group(name) == group)) for group in GROUPS}
+    """Return the norm of a model's tensors by group, without infinities, such as those of a mask."""
+    return {
+        group: math.hypot(*(_finite_norm(t) for name, t in model.items() if _group(name) == group)) for group in GROUPS
+    }
 
 
 def counted(model: Tensors, integers: Collection[str]) -> dict[str, torch.Tensor]:
@@ -79,6 +81,11 @@ def counted(model: Tensors, integers: Collection[str]) -> dict[str, torch.Tensor
 def norm(tensor: torch.Tensor) -> float:
     """Return the Euclidean norm of a tensor, of infinities an infinity."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) if tensor.numel() else 0.0
+
+
+def _finite_norm(tensor: torch.Tensor) -> float:
+    length = norm(tensor)
+    return length if math.isfinite(length) else norm(tensor[tensor.isfinite()])
 
 
 def _distance(after: torch.Tensor, before: torch.Tensor) -> float:

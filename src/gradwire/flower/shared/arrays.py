@@ -63,6 +63,38 @@ def supported(arrays: Iterable[Array]) -> bool:
     )
 
 
+def is_like(array: Array, sent: Array) -> bool:
+    """Whether an array is of the kind that a client may return for the one that it was sent.
+
+    Numbers may have another type, since servers average integers to floats, and some make fp64 of fp32; but one that
+    frames can hold: a mean with others would have that type, and the next client could not read it.
+    """
+    kinds = ("bool", "int", "uint", "float")
+    if (array.stype, array.dtype) == (sent.stype, sent.dtype):
+        return True
+    return supported((array,)) and sent.stype == NUMPY and sent.dtype.startswith(kinds)
+
+
+def reals(name: str, array: Array) -> torch.Tensor | None:
+    """Return the entries of an array as numbers that can be compared, also of types that no frame holds.
+
+    Complex entries are pairs of reals, and types that torch does not know are rounded to fp64. None for what is no
+    number. Raises a GradwireError as `values` does.
+    """
+    if array.stype != NUMPY:
+        return None
+    entries = values(name, array)
+    if entries.dtype.kind not in "biufc":
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        if entries.dtype.kind == "c":
+            entries = entries.astype(np.complex64 if array.dtype == "complex64" else np.complex128)
+            entries = np.stack((entries.real, entries.imag), axis=-1)
+        elif array.dtype not in _SUPPORTED:
+            entries = entries.astype(np.float64)
+    return torch.from_numpy(entries if entries.flags.writeable else entries.copy())
+
+
 def tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
     """Return all arrays of a record as tensors; see `tensor`."""
     return {name: tensor(name, array) for name, array in arrays.items()}
