@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import (
 
 from gradwire import GradwireError, SpecError, flower
 from gradwire.flower.client import mod
+from support import odd_defaults
 from support.flower_apps import adding_client, run, start_model
 
 
@@ -133,6 +134,7 @@ def test_replies_with_other_arrays_say_which(
     app = ClientApp(mods=[flower.compress("co3")])
 
     @app.train()
+    @odd_defaults.ordinary()
     def train(message: Message, context: Context) -> Message:
         model = change(message.content["arrays"].to_torch_state_dict())
         records = {"arrays": ArrayRecord(model), "metrics": MetricRecord({"num-examples": 1})}

@@ -38,6 +38,7 @@ from gradwire.flower.server.layout_vote import Layout, LayoutVote
 from gradwire.flower.server.limits import Limit
 from gradwire.flower.server.round_limits import ReplySize, RoundLimits
 from gradwire.flower.shared.message import with_records
+from support import odd_defaults
 from support.cases import for_each
 from support.flower_apps import adding_client, changed_update, final, one_frame, run, start_model
 
@@ -51,6 +52,7 @@ def floats_client(mods: list[Any]) -> ClientApp:
     app = ClientApp(mods=mods)
 
     @app.train()
+    @odd_defaults.ordinary()
     def train(message: Message, context: Context) -> Message:
         model = {name: t + 0.01 for name, t in message.content["arrays"].to_torch_state_dict().items()}
         metrics = MetricRecord({"train_loss": 1.0, "num-examples": 1.0})
@@ -313,6 +315,7 @@ def test_one_hostile_client_of_a_model_that_travels_raw(what: str) -> None:
     app = ClientApp(mods=[flower.compress("co3")])
 
     @app.train()
+    @odd_defaults.ordinary()
     def train(message: Message, context: Context) -> Message:
         model = {name: t + 0.01 for name, t in message.content["arrays"].to_torch_state_dict().items()}
         records = {"arrays": ArrayRecord(model), "metrics": MetricRecord({"num-examples": 1.0})}

@@ -15,10 +15,12 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from gradwire.flower import one_process
+from support import odd_defaults
 
 Model = dict[str, torch.Tensor]
 
 
+@odd_defaults.ordinary()
 def start_model() -> Model:
     """All kinds of tensors that a state_dict may hold."""
     generator = torch.Generator().manual_seed(0)
@@ -53,6 +55,7 @@ def adding_client(
     app = ClientApp(mods=mods)  # type: ignore[arg-type]
 
     @app.train()
+    @odd_defaults.ordinary()
     def train(message: Message, context: Context) -> Message:
         assert not mods or set(message.content) == {"arrays", "config"}, "what an app sees without gradwire"
         model = message.content["arrays"].to_torch_state_dict()
@@ -82,7 +85,9 @@ class Faulty(one_process.OneProcess):
         self.fault = fault
 
     def reply_of_client(self, message: Message, context: Context) -> Message:
-        reply = self.fault(super().reply_of_client(message, context))
+        reply = super().reply_of_client(message, context)
+        with odd_defaults.ordinary():
+            reply = self.fault(reply)
         return Message(Error(5, "lost"), reply_to=message) if reply is None else reply
 
 

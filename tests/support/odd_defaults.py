@@ -7,6 +7,8 @@ sees torch's ordinary defaults. The modes (deterministic, inference, threads) ho
 
 No backward pass is possible in inference mode: a test is skipped when it comes to its first.
 
+What gradwire calls back is a test's own code, and has to say so if it makes tensors: `@odd_defaults.ordinary()`.
+
 Programs that tests start do not take part, nor do `gradwire.cli` and `gradwire.tasks`, which are programs themselves.
 Generators and context managers take part where gradwire itself uses them. Ranks of rank_pool.py do as the test does.
 """
@@ -96,6 +98,14 @@ def choose(name: str | None) -> None:
     chosen = name
     if name in WITHIN_GRADWIRE:
         Entrances(WITHIN_GRADWIRE[name]).open_all()
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """What holds for a test's own code where gradwire calls it back, such as a client's training: also a decorator."""
+    dtype = default_dtype(torch.float32) if chosen in ("float64", "bfloat16") else nullcontext()
+    with dtype, torch.device("cpu") if chosen == "device" else nullcontext():
+        yield
 
 
 def around_call() -> AbstractContextManager[object]:
