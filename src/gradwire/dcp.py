@@ -41,8 +41,8 @@ class HasAllRanks(Protocol):
 def shard(handle: HasAllRanks) -> dict[str, Any]:
     """Return this rank's part of the state dict that `dcp.save` gets. All ranks must call it."""
     ranks = handle.all_ranks
-    with ranks.together("gradwire.dcp.shard(handle)"):
-        save = exchanged(secrets.token_hex(8), ranks.group)[0]
+    with ranks.together("gradwire.dcp.shard(handle)") as group:
+        save = exchanged(secrets.token_hex(8), group)[0]
     kept: dict[str, Any] = {}
     note: dict[str, Any] = {
         "format": FORMAT,
@@ -74,8 +74,8 @@ def load(
     them. `key` has dots where dicts were nested; `storage_reader` is for checkpoints that are not in a folder.
     """
     ranks = handle.all_ranks
-    with ranks.together("gradwire.dcp.load(handle, …)"):
-        state = _state_for_this_rank(_Saved(key, checkpoint_id, storage_reader, ranks.group), ranks.group)
+    with ranks.together("gradwire.dcp.load(handle, …)") as group:
+        state = _state_for_this_rank(_Saved(key, checkpoint_id, storage_reader, group), group)
     ranks.handle.load_state_dict(state)
 
 

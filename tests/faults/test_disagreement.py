@@ -185,9 +185,33 @@ def error_of_one(rank: int) -> None:
         check_raises(AggregateError, "rank 1 failed: MemoryError: no room", lambda: train(model, rank))
 
 
+def stopped_while_all_ranks_save(rank: int) -> None:
+    """It is in the call with the others, and stops before the states are gathered: gradwire's timeout counts there."""
+    model = gradwire.DataParallel(Net(), "co3", timeout=TIMEOUT)
+    train(model, rank)
+    began = time.monotonic()
+    if rank == 1:
+        with model.gradwire.all_ranks.together("handle.all_ranks.state_dict()"):
+            time.sleep(TIMEOUT + 1.5)
+    else:
+        expected = r"rank 1 is alive and .* in step 1, for"
+        with pytest.raises(AggregateError, match=expected):
+            model.gradwire.all_ranks.state_dict()
+        assert time.monotonic() - began < 4 * TIMEOUT
+
+
+def saved_after_detach(rank: int) -> None:
+    """Its own process group is gone then."""
+    model = gradwire.DataParallel(Net(), "co3", timeout=TIMEOUT)
+    train(model, rank)
+    model.gradwire.detach()
+    assert len(model.gradwire.all_ranks.state_dict().get("ranks", ())) == (3 if rank == 0 else 0)
+
+
 SCENARIOS = [
     other_spec, other_aggregation, other_version, other_names, other_shapes, other_dtype_and_frozen, not_attached,
-    other_step, fewer_steps, another_codec, frozen_later, damaged_shard, error_of_one,
+    other_step, fewer_steps, another_codec, frozen_later, damaged_shard, error_of_one, stopped_while_all_ranks_save,
+    saved_after_detach,
 ]  # fmt: skip
 QUICK = {"other_spec", "other_version", "other_shapes", "damaged_shard"}
 

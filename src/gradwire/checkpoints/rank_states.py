@@ -7,7 +7,7 @@ the error memories: the gradient is a mean over workers, so that what is still t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -38,9 +38,12 @@ class AllRanks:
         self,
         handle: HasState,
         group: Group = None,
-        together: Callable[[str], AbstractContextManager[None]] | None = None,
+        together: Callable[[str], AbstractContextManager[Group]] | None = None,
     ):
-        """`together` begins a block when all ranks are in the call that it names, and raises if one does not come."""
+        """`together` begins a block when all ranks are in the call that it names, and raises if one does not come.
+
+        It may give the block another group of the same ranks for its collectives, such as one with another timeout.
+        """
         self.handle, self.group, self._together = handle, group, together
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,12 +52,17 @@ class AllRanks:
         If some do not within the timeout of the handle, or one is lost meanwhile, it is an AggregateError.
         """
         state = self.handle.state_dict()
-        with self.together("handle.all_ranks.state_dict()"):
-            return gather(state, self.group)
+        with self.together("handle.all_ranks.state_dict()") as group:
+            return gather(state, group)
 
-    def together(self, call: str) -> AbstractContextManager[None]:
-        """Return a block for what all ranks do in this call: it begins when all are there, if that can be found out."""
-        return nullcontext() if self._together is None else self._together(call)
+    @contextmanager
+    def together(self, call: str) -> Iterator[Group]:
+        """Begin the block, for what all ranks do in this call, when all are there, if that can be found out.
+
+        It gets the group that its collectives are to use.
+        """
+        with nullcontext() if self._together is None else self._together(call) as group:
+            yield group or self.group
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part of what rank 0 saved; on another number of workers, the mean of all parts."""

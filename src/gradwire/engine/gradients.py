@@ -326,11 +326,17 @@ class Gradients:
         return self.order.of_saved_state(self._exchange.state_dict())
 
     @contextmanager
-    def together(self, call: str) -> Iterator[None]:
-        """Begin the block when all ranks are in this call of the user's, as `Link.together` does."""
+    def together(self, call: str) -> Iterator[dist.ProcessGroup]:
+        """Begin the block when all ranks are in this call of the user's, as `Link.together` does.
+
+        It gets the process group that its collectives are to use: ours, so that they wait for a peer as long as an
+        exchange does, and not as long as the training's group would. Without connections of ours, before the first
+        step and after `disconnect`, it is the training's.
+        """
+        link = None if self._link is None or self._link.closed else self._link
         try:
-            with nullcontext() if self._link is None else self._link.together(call):
-                yield
+            with nullcontext() if link is None else link.together(call):
+                yield self.given_group if link is None else link.group
         except AggregateError as error:
             self.abandon_step(error)
             raise

@@ -44,6 +44,7 @@ class Link:
         if group is None:
             raise AggregateError("no process group: call torch.distributed.init_process_group first")
         self.group: dist.ProcessGroup = group
+        self.closed = False
         self._under_way = 0  # collectives that were started and not waited for
         interpreter_exit.watch(self)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -101,6 +102,7 @@ class Link:
 
     def close(self) -> None:
         """Give back the sockets and threads of a group that this class made; all of its ranks call this."""
+        self.closed = True
         if dist.is_initialized():
             with suppress(ValueError, RuntimeError):  # it is gone already
                 dist.destroy_process_group(self.group)
