@@ -267,6 +267,24 @@ def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypa
         meeting.meet(ranks[0], "a call", timeout=0.1)
 
 
+def test_a_rank_that_was_stopped_in_a_meeting_itself_blames_nobody(ranks, monkeypatch):
+    """What it knows of the others when it goes on is old: they have come, or have given up and said why."""
+    monkeypatch.setattr(meeting, "PATIENCE", 0.2)
+    ask, stopped = ranks[0].ask, []
+
+    def ask_and_be_stopped(*arguments):
+        states = ask(*arguments)
+        if not stopped:
+            stopped.append(True)
+            time.sleep(1.5)
+            for other in ranks[1:]:
+                other.status.count_meeting()
+        return states
+
+    monkeypatch.setattr(ranks[0], "ask", ask_and_be_stopped)
+    meeting.meet(ranks[0], "a call", timeout=0.1)
+
+
 def test_a_survivor_that_has_ended_is_not_named(ranks):
     vanish(ranks[1])
     assert "rank 1 is gone" in explain(ranks[0])

@@ -22,6 +22,7 @@ from gradwire.errors import AggregateError
 
 ADVICE = "Call it on all ranks, not under `if rank == 0`, and save what it returns on rank 0"
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between questions
+OWN_PAUSE = 1.0  # seconds; if answers take so much longer than PATIENCE, this process itself was stopped: it asks again
 
 
 def meet(roll_call: RollCall, call: str, timeout: float) -> None:
@@ -34,6 +35,7 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
     awaited = range(1, len(roll_call.ranks)) if rank == 0 else [0]
     deadline, pause = time.monotonic() + timeout, FIRST_PAUSE
     while True:
+        asked = time.monotonic()
         states = roll_call.ask(PATIENCE, awaited)
         reports = {report.rank: report for failed in (False, True) for report in status.peer_reports(failed)}
         absent = [r for r in states if r not in reports or reports[r].meetings < number]
@@ -50,7 +52,8 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
             if f"waits in {call}" in cause:  # it went on without this call, and has waited for this rank to do so
                 cause += f". {ADVICE}"
             raise AggregateError(cause or f"another rank has failed before it came to {call}: see its own error")
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline and now - asked < PATIENCE + OWN_PAUSE:
             whereabouts = [_describe(roll_call.ranks[r], states[r], reports.get(r)) for r in absent]
             raise AggregateError(
                 f"not all ranks have come to {call} within {timeout:g} s: {'; '.join(whereabouts)}. {ADVICE}"
