@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from gradwire import AggregateError
 from gradwire.aggregate.peers import diagnosis, handshake, interpreter_exit, meeting, roll_call, status_server
 from gradwire.aggregate.peers.handshake import check_agreement, differences
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, SILENT, RollCall
+from gradwire.aggregate.transport import link
 from support.cases import for_each
 
 # ── killed and stopped in real processes ──────────────────────────────────────────────────────────
@@ -255,6 +257,23 @@ def test_a_rank_that_is_lost_on_its_way_to_a_meeting_is_named_by_all(ranks):
     with ThreadPoolExecutor() as pool:
         for cause in pool.map(come, [ranks[2], ranks[0]]):
             assert cause.startswith("rank 1 is gone: its process was killed or has ended before it came to a call")
+
+
+def test_a_rank_that_gave_up_a_meeting_and_ended_is_not_taken_for_the_lost_one(ranks, monkeypatch):
+    """Rank 0 has found out that rank 1 is gone, says so, and ends; rank 2 is on a machine that is busy."""
+    monkeypatch.setattr(link.dist, "get_rank", lambda: 0)
+    record = ranks[2].status.record
+
+    def record_late(report):
+        time.sleep(0.3)
+        record(report)
+
+    monkeypatch.setattr(ranks[2].status, "record", record_late)
+    link.Link.give_up(SimpleNamespace(roll_call=ranks[0]), AggregateError("rank 1 is gone: killed"))
+    vanish(ranks[1])
+    vanish(ranks[0])
+    with pytest.raises(AggregateError, match="rank 1 is gone: killed"):
+        meeting.meet(ranks[2], "a call", timeout=30)
 
 
 def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypatch):

@@ -41,13 +41,14 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
         absent = [r for r in states if r not in reports or reports[r].meetings < number]
         if not absent:
             break
-        gone = [roll_call.ranks[r] for r in absent if states[r] == GONE]
+        had_failed = {report.rank for report in status.peer_reports(failed=True)}  # they may have ended since
+        gone = [roll_call.ranks[r] for r in absent if states[r] == GONE and r not in had_failed]
         if gone:
             raise AggregateError(
                 f"rank {gone[0]} is gone: its process was killed or has ended before it came to {call}, or has dropped "
                 f"the model"
             )
-        if roll_call.somebody_failed():
+        if had_failed:
             cause = status.wait_for_peer_cause(time.monotonic() + PATIENCE)
             if f"waits in {call}" in cause:  # it went on without this call, and has waited for this rank to do so
                 cause += f". {ADVICE}"

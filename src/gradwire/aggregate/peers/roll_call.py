@@ -93,13 +93,14 @@ class RollCall:
         self._probed.wait(seconds if self._addresses else 0)
         return self._contact_all(sorted(self._reached if peers is None else self._reached & set(peers)), seconds)
 
-    def announce_failure(self, cause: str, peers: Iterable[int] | None = None) -> None:
+    def announce_failure(self, cause: str, peers: Iterable[int] | None = None, await_answers: bool = False) -> None:
         """Tell these peers, or all, that this rank has failed and why.
 
-        Nobody's answer is waited for: a process that is stopped now may read it later.
+        By default nobody's answer is waited for: a process that is stopped now may read it later. `await_answers` is for
+        failures that the peers have not been asked about: whoever finds this process gone must know by then.
         """
         self.status.set_cause(cause)
-        self._contact_all(self._reached if peers is None else peers, PATIENCE / 3, await_answers=False)
+        self._contact_all(self._reached if peers is None else peers, PATIENCE / 3, await_answers)
 
     @property
     def reaches_all(self) -> bool:

@@ -168,9 +168,12 @@ class Link:
         if self.roll_call is None or self.roll_call.status.has_failed():
             return
         if isinstance(error, AggregateError):  # the others will quote it
-            self.roll_call.announce_failure(str(error).replace("this rank", f"rank {dist.get_rank()}"))
-        elif not isinstance(error, GradwireError):  # those are raised on all ranks, which may go on together
-            self.roll_call.announce_failure(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+            cause = str(error).replace("this rank", f"rank {dist.get_rank()}")
+        elif isinstance(error, GradwireError):  # those are raised on all ranks, which may go on together
+            return
+        else:
+            cause = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        self.roll_call.announce_failure(cause, await_answers=True)
 
     # ── collectives ──
 
