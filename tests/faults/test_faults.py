@@ -233,6 +233,14 @@ def test_who_is_ending_is_asked_again_until_it_is_gone(ranks):
     assert explain(ranks[0]).startswith("rank 1 is gone")
 
 
+def test_survivors_that_fail_at_the_same_time_both_ask_on(ranks):
+    """Each knows that the other has failed, and would wait in vain for the cause that it finds."""
+    threading.Timer(0.5, vanish, [ranks[2]]).start()
+    with ThreadPoolExecutor() as pool:
+        for cause in pool.map(explain, ranks[:2]):
+            assert cause.startswith("rank 2 is gone"), cause
+
+
 def test_who_says_that_its_program_ends_is_named(ranks):
     ranks[1].set_activity(status_server.ENDING)
     assert explain(ranks[0]).startswith("rank 1 ends: its program is over, or has raised an error (Connection")

@@ -94,14 +94,17 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"
     states, missing = _missing(roll_call)
-    while states and not (missing or timed_out or roll_call.somebody_failed()) and time.monotonic() < deadline:
-        time.sleep(ASK_AGAIN)  # a connection was closed: its rank is about to end, and still answers
+    while states and not (missing or timed_out or status.wait_for_peer_cause(deadline=0.0)):
+        if time.monotonic() > deadline:
+            break
+        # A connection was closed: its rank is about to end, and still answers. Or another rank has failed just now, and
+        # will say why; but it may be looking for the same lost rank, so that it is not enough to wait for its word.
+        time.sleep(ASK_AGAIN)
         states, missing = _missing(roll_call)
     cause = "; ".join(_describe_missing(numbers[rank], state, waited) for rank, state in missing)
     cause = cause or status.wait_for_peer_cause(deadline=0.0)
     if not cause and timed_out:
         cause = _describe_late(status, numbers, waited)
-    # A connection that was closed, though nobody is lost: another rank has failed just now, and will say why.
     cause = cause or status.wait_for_peer_cause(deadline) or _describe_late(status, numbers, waited)
     cause = cause or _describe_unknown(roll_call, timed_out, timeout)
     roll_call.announce_failure(cause, [rank for rank, state in states.items() if state in (ALIVE, SILENT, ENDING)])
