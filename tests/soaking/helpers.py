@@ -51,6 +51,7 @@ def _exit_code(*arguments: str) -> int:
 def relay_to(address: str, folder: Path, seed: int) -> tuple[Child, str]:
     """A relay that loses, repeats and swaps packets; and where it listens."""
     place = folder / "relay.txt"
+    place.unlink(missing_ok=True)  # of the relay of an attempt before
 
     def work() -> int:
         ip, port = address.rsplit(":", 1)

@@ -82,6 +82,8 @@ class TrainingEpisode:
             fault = replace(fault, step=min(max(fault.step, resume_at + 3), self.training.steps - 1))
             attempt = replace(attempt, fault=fault)
         beside: list[Child] = []
+        for old in self.episode.folder.glob("*.port"):  # of an attempt before: somebody else may listen there now
+            old.unlink()
         if self.aggregator is not None:
             address = self.aggregator.address
             if fault is not None and fault.kind == "lossy relay":
