@@ -70,10 +70,12 @@ def run_torchrun(episode: Episode) -> None:
     command, killed = [sys.executable, *torchrun], ",".join(map(str, kills))
     for _ in kills:
         ended = subprocess.run([*command, killed], capture_output=True, text=True, timeout=200, check=False)
+        remove_remains(episode, "torchelastic_*")  # torchrun's own
         if ended.returncode != 1 or "rank 1 is gone" not in ended.stderr:
             episode.wrong(f"torchrun ended with {ended.returncode}: {ended.stderr[-3000:]}")
             return
     ended = subprocess.run([*command, killed], capture_output=True, text=True, timeout=200, check=False)
+    remove_remains(episode, "torchelastic_*")
     episode.tally["kill"] += len(kills)
     episode.tally["restarts"] += 2 * len(kills)
     if ended.returncode != 0:
@@ -84,7 +86,6 @@ def run_torchrun(episode: Episode) -> None:
     episode.tally["steps verified"] += 2 * elastic_script.TRAINING.steps
     if digests != set(expected):
         episode.wrong(f"under torchrun the end differs from that of the undisturbed run: {digests}")
-    remove_remains(episode, "torchelastic_*")  # torchrun's own
 
 
 def remove_remains(episode: Episode, pattern: str) -> None:
