@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from gradwire.checkpoints import run_file
+from gradwire.tasks.digits import Digits
 from soaking import elastic_script
 from soaking.episode import Episode
 from soaking.references import undisturbed
@@ -31,22 +34,24 @@ def run_train(episode: Episode) -> None:
     episode.about = f"gradwire train --codec {codec}, killed {kills} times"
     expected = _digest_of(episode, settings, folder / "reference.json", f"train-{codec}")
     for _ in range(kills):
+        if _is_complete(saved):
+            break
         resumed = ["--resume", str(saved)] if saved.exists() else settings
         before = saved.stat().st_mtime_ns if saved.exists() else 0
         process = _started(*resumed, *every)
         wait_for(lambda: process.poll() is not None or (saved.exists() and saved.stat().st_mtime_ns != before), 300)  # noqa: B023
         time.sleep(chance.random() * 0.3)
-        if process.poll() is None:
-            workers = workers_of(process)
-            launcher = chance.random() < 0.4 or not workers
-            os.kill(process.pid if launcher else chance.choice(list(workers.values())), signal.SIGKILL)
-            episode.tally["kill"] += 1
-            _, error = process.communicate(timeout=120)
-            wait_for(lambda: not any(map(_runs, workers.values())), 60)  # noqa: B023
-            remove_remains(episode, "gradwire-*")  # nobody is there to remove it when the launcher is killed
-            if not launcher and (process.returncode != 1 or "Traceback" in error):
-                episode.wrong(f"gradwire train ended with {process.returncode} after a worker was killed: {error}")
+        _kill(episode, process, launcher=chance.random() < 0.4)
     episode.tally["restarts"] += 2
+    if _is_complete(saved):  # it was killed after its last save, or not in time: nothing is left to do, and it says so
+        episode.tally["runs that were over when resumed"] += 1
+        code, error = _ended("--resume", str(saved), *every)
+        if code != 1 or f"error: the run is at step {STEPS} already: give more --epochs or --steps" not in error:
+            episode.wrong(f"gradwire train resumed a run that was over, and ended with {code}: {error}")
+        episode.tally["steps verified"] += STEPS
+        if _digest_in(saved) != expected:
+            episode.wrong("a gradwire train that was killed after its last save has saved other parameters")
+        return
     json_file = folder / "end.json"
     code, error = _ended(*(["--resume", str(saved)] if saved.exists() else settings), *every, "--json", str(json_file))
     if code != 0:
@@ -58,6 +63,42 @@ def run_train(episode: Episode) -> None:
     left = [path.name for path in folder.iterdir() if path.name.startswith(".run.pt")]
     if left:
         episode.leak(f"files left beside the checkpoint: {left}")
+
+
+def _is_complete(saved: Path) -> bool:
+    return saved.exists() and run_file.load(saved).step == STEPS
+
+
+def _digest_in(saved: Path) -> str:
+    model = Digits(Path()).build_model()
+    model.load_state_dict(run_file.load(saved).model)
+    return run_file.digest(model)
+
+
+def _kill(episode: Episode, process: subprocess.Popen[str], launcher: bool) -> None:
+    """Kill the launcher or one of its workers, unless that has come to its end; the rest must end as promised."""
+    workers = workers_of(process) if process.poll() is None else {}
+    launcher |= not workers
+    victim = process.pid if launcher else episode.chance.choice(list(workers.values()))
+    killed = process.returncode is None and _stops(victim)
+    if killed:
+        os.kill(victim, signal.SIGKILL)
+        episode.tally["kill"] += 1
+    _, error = process.communicate(timeout=120)
+    wait_for(lambda: not any(map(_runs, workers.values())), 60)
+    if launcher and killed:
+        remove_remains(episode, "gradwire-*")  # nobody is there to remove it
+    elif process.returncode != int(killed) or "Traceback" in error:
+        how = "after a worker was killed" if killed else "by itself"
+        episode.wrong(f"gradwire train ended with {process.returncode} {how}: {error}")
+
+
+def _stops(pid: int) -> bool:
+    """Stop a process; False if it had ended, or was about to. Without that, nobody could say what a signal has met."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: _state(pid) in ("T", "Z", ""), 60)
+    return _state(pid) == "T"
 
 
 def run_torchrun(episode: Episode) -> None:
@@ -108,10 +149,15 @@ def _digest_of(episode: Episode, settings: list[str], json_file: Path, name: str
 
 def _runs(pid: int) -> bool:
     """Whether there is such a process, and it has not ended."""
+    return _state(pid) not in ("Z", "")
+
+
+def _state(pid: int) -> str:
+    """A letter of the kernel's: T, it is stopped; Z, it has ended and was not waited for; empty, there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def _started(*arguments: str) -> subprocess.Popen[str]:
