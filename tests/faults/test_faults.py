@@ -312,6 +312,21 @@ def test_a_rank_that_was_stopped_in_a_meeting_itself_blames_nobody(ranks, monkey
     meeting.meet(ranks[0], "a call", timeout=0.1)
 
 
+def test_a_rank_that_was_stopped_while_it_asked_takes_nobody_for_lost(ranks, monkeypatch):
+    """Its questions had not come for so long that the others closed the connections."""
+    contact_once, contacted = ranks[0]._contact_once, []
+
+    def contact_once_and_be_stopped(rank, *arguments):
+        contacted.append(rank)
+        if contacted.count(rank) == 1:
+            time.sleep(1.5)
+            raise ConnectionResetError
+        return contact_once(rank, *arguments)
+
+    monkeypatch.setattr(ranks[0], "_contact_once", contact_once_and_be_stopped)
+    assert ranks[0].ask(0.2) == {1: ALIVE, 2: ALIVE}
+
+
 def test_a_survivor_that_has_ended_is_not_named(ranks):
     vanish(ranks[1])
     assert "rank 1 is gone" in explain(ranks[0])

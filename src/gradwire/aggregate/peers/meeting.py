@@ -16,13 +16,12 @@ from __future__ import annotations
 import time
 
 from gradwire.aggregate.peers.diagnosis import COMPUTING
-from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, RollCall
+from gradwire.aggregate.peers.roll_call import ALIVE, GONE, OWN_PAUSE, PATIENCE, RollCall
 from gradwire.aggregate.peers.status_server import Report
 from gradwire.errors import AggregateError
 
 ADVICE = "Call it on all ranks, not under `if rank == 0`, and save what it returns on rank 0"
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between questions
-OWN_PAUSE = 1.0  # seconds; if answers take so much longer than PATIENCE, this process itself was stopped: it asks again
 
 
 def meet(roll_call: RollCall, call: str, timeout: float) -> None:

@@ -39,6 +39,7 @@ from gradwire.aggregate.peers.status_server import (
 PATIENCE = 3.0  # seconds for all answers
 PROBE_AGAIN = (3.0, 10.0, 30.0)  # seconds until ranks that could not be reached are tried once more
 CONTACT_AGAIN = 0.05  # seconds until a rank is asked again that has closed the connection
+OWN_PAUSE = 1.0  # seconds; if asking took so much longer than it may, this process itself was stopped: it asks again
 
 ALIVE, GONE, SILENT, UNREACHABLE = "alive", "gone", "silent", "unreachable"  # states of another rank
 
@@ -88,10 +89,15 @@ class RollCall:
     def ask(self, seconds: float = PATIENCE, peers: Collection[int] | None = None) -> dict[int, str]:
         """Ask every rank that could be reached before, or these, and return their states.
 
-        `status` has what they answered.
+        `status` has what they answered. A process that was stopped meanwhile asks again: the others have closed the
+        connections of questions that did not come, which must not look as if they were gone.
         """
         self._probed.wait(seconds if self._addresses else 0)
-        return self._contact_all(sorted(self._reached if peers is None else self._reached & set(peers)), seconds)
+        while True:
+            began = time.monotonic()
+            states = self._contact_all(sorted(self._reached if peers is None else self._reached & set(peers)), seconds)
+            if time.monotonic() - began < seconds + OWN_PAUSE:
+                return states
 
     def announce_failure(self, cause: str, peers: Iterable[int] | None = None, await_answers: bool = False) -> None:
         """Tell these peers, or all, that this rank has failed and why.
