@@ -294,6 +294,15 @@ def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypa
         meeting.meet(ranks[0], "a call", timeout=0.1)
 
 
+def test_a_rank_that_waits_for_a_stopped_one_is_not_named_beside_it(ranks, monkeypatch):
+    """Rank 1 was stopped in an exchange that rank 0 has finished and rank 2 has not; nobody has forgotten a call."""
+    monkeypatch.setattr(meeting, "PATIENCE", 0.2)
+    silent = socket.create_server(("127.0.0.1", 0))
+    ranks[0]._addresses[1] = silent.getsockname()
+    with pytest.raises(AggregateError, match=r"rank 1 does not answer: its process is stopped or hangs$"):
+        meeting.meet(ranks[0], "a call", timeout=0.1)
+
+
 def test_a_rank_that_was_stopped_in_a_meeting_itself_blames_nobody(ranks, monkeypatch):
     """What it knows of the others when it goes on is old: they have come, or have given up and said why."""
     monkeypatch.setattr(meeting, "PATIENCE", 0.2)

@@ -54,9 +54,9 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
             raise AggregateError(cause or f"another rank has failed before it came to {call}: see its own error")
         now = time.monotonic()
         if now > deadline and now - asked < PATIENCE + OWN_PAUSE:
-            whereabouts = [_describe(roll_call.ranks[r], states[r], reports.get(r)) for r in absent]
             raise AggregateError(
-                f"not all ranks have come to {call} within {timeout:g} s: {'; '.join(whereabouts)}. {ADVICE}"
+                f"not all ranks have come to {call} within {timeout:g} s: "
+                + _describe_absent({roll_call.ranks[r]: (states[r], reports.get(r)) for r in absent})
             )
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
@@ -65,7 +65,10 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
     status.set_activity(COMPUTING)
 
 
-def _describe(rank: int, state: str, report: Report | None) -> str:
-    if state != ALIVE or report is None:
-        return f"rank {rank} does not answer: its process is stopped or hangs"
-    return f"rank {rank} {report.doing} in step {report.step}"
+def _describe_absent(absent: dict[int, tuple[str, Report | None]]) -> str:
+    """Name the ranks that do not answer: others may be absent because they wait for these. Without any, all."""
+    silent = [rank for rank, (state, report) in absent.items() if state != ALIVE or report is None]
+    if silent:
+        return "; ".join(f"rank {rank} does not answer: its process is stopped or hangs" for rank in silent)
+    doing = [f"rank {rank} {report.doing} in step {report.step}" for rank, (_, report) in absent.items() if report]
+    return f"{'; '.join(doing)}. {ADVICE}"
