@@ -102,8 +102,8 @@ class RollCall:
     def announce_failure(self, cause: str, peers: Iterable[int] | None = None, await_answers: bool = False) -> None:
         """Tell these peers, or all, that this rank has failed and why.
 
-        By default nobody's answer is waited for: a process that is stopped now may read it later. `await_answers` is for
-        failures that the peers have not been asked about: whoever finds this process gone must know by then.
+        By default nobody's answer is waited for: a process that is stopped now may read it later. `await_answers` is
+        for failures that the peers have not been asked about: whoever finds this process gone must know by then.
         """
         self.status.set_cause(cause)
         self._contact_all(self._reached if peers is None else peers, PATIENCE / 3, await_answers)
