@@ -296,7 +296,7 @@ def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypa
 
 def test_a_rank_that_waits_for_a_stopped_one_is_not_named_beside_it(ranks, monkeypatch):
     """Rank 1 was stopped in an exchange that rank 0 has finished and rank 2 has not; nobody has forgotten a call."""
-    monkeypatch.setattr(meeting, "PATIENCE", 0.2)
+    monkeypatch.setattr(meeting, "PATIENCE", 1.0)
     silent = socket.create_server(("127.0.0.1", 0))
     ranks[0]._addresses[1] = silent.getsockname()
     with pytest.raises(AggregateError, match=r"rank 1 does not answer: its process is stopped or hangs$"):
@@ -305,14 +305,15 @@ def test_a_rank_that_waits_for_a_stopped_one_is_not_named_beside_it(ranks, monke
 
 def test_a_rank_that_was_stopped_in_a_meeting_itself_blames_nobody(ranks, monkeypatch):
     """What it knows of the others when it goes on is old: they have come, or have given up and said why."""
-    monkeypatch.setattr(meeting, "PATIENCE", 0.2)
+    monkeypatch.setattr(meeting, "PATIENCE", 1.0)
+    monkeypatch.setattr(meeting, "OWN_PAUSE", 0.1)
     ask, stopped = ranks[0].ask, []
 
     def ask_and_be_stopped(*arguments):
         states = ask(*arguments)
         if not stopped:
             stopped.append(True)
-            time.sleep(1.5)
+            time.sleep(1.3)
             for other in ranks[1:]:
                 other.status.count_meeting()
         return states
@@ -323,17 +324,18 @@ def test_a_rank_that_was_stopped_in_a_meeting_itself_blames_nobody(ranks, monkey
 
 def test_a_rank_that_was_stopped_while_it_asked_takes_nobody_for_lost(ranks, monkeypatch):
     """Its questions had not come for so long that the others closed the connections."""
+    monkeypatch.setattr(roll_call, "OWN_PAUSE", 0.1)
     contact_once, contacted = ranks[0]._contact_once, []
 
     def contact_once_and_be_stopped(rank, *arguments):
         contacted.append(rank)
         if contacted.count(rank) == 1:
-            time.sleep(1.5)
+            time.sleep(1.3)
             raise ConnectionResetError
         return contact_once(rank, *arguments)
 
     monkeypatch.setattr(ranks[0], "_contact_once", contact_once_and_be_stopped)
-    assert ranks[0].ask(0.2) == {1: ALIVE, 2: ALIVE}
+    assert ranks[0].ask(1.0) == {1: ALIVE, 2: ALIVE}
 
 
 def test_a_survivor_that_has_ended_is_not_named(ranks):
