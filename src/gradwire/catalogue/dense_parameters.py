@@ -9,7 +9,9 @@ from gradwire.catalogue.spec import Parameter, Values, corrector, decay, float_f
 from gradwire.convert.conversion import Converter
 from gradwire.convert.ecq import DEFAULT_RATE, Ecq
 from gradwire.convert.level_numbers import PRECISIONS
+from gradwire.convert.low_rank import MOST_TERMS
 from gradwire.convert.minifloat import Minifloat
+from gradwire.convert.structured import DEFAULT_NMSE, Structured
 from gradwire.errors import SpecError
 from gradwire.small_float_formats import parse_format
 
@@ -48,6 +50,21 @@ def build_ecq(v: Values) -> Converter:
     if nmse != "off":
         return Ecq(None, float(nmse), str(v["rounding"]))
     return Ecq(DEFAULT_RATE if rate == "auto" else float(rate), None, str(v["rounding"]))
+
+
+STRUCTURED_PARAMETERS = {
+    "nmse": Parameter(f"{DEFAULT_NMSE:g}", number(1e-5, 0.99)),
+    "rank": Parameter("auto", word_or("auto", whole(0, MOST_TERMS))),
+    "transform": Parameter("on", one_of("on", "off")),
+    "classes": Parameter("on", one_of("on", "off")),
+    "decay": decay("0.9"),
+}
+
+
+def build_structured(v: Values) -> Converter:
+    """Build the converter that takes structure out first; a `rank` limits how many terms predict a matrix."""
+    rank = MOST_TERMS if v["rank"] == "auto" else int(v["rank"])
+    return Structured(float(v["nmse"]), rank, v["transform"] == "on", v["classes"] == "on")
 
 
 def levels_parameters(bucket: str, precision: str, decay: Parameter, **others: Parameter) -> dict[str, Parameter]:

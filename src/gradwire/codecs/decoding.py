@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.convert import cast, ecq, homomorphic, levels, minifloat, sketch, sparse, stored
+from gradwire.convert import cast, ecq, homomorphic, levels, minifloat, sketch, sparse, stored, structured
 from gradwire.errors import FrameError, GradwireError
 from gradwire.frame import headers
 
@@ -21,6 +21,7 @@ DECODERS = {
     headers.SPARSE: sparse.decode,
     headers.SKETCH: sketch.decode,
     headers.HOMOMORPHIC: homomorphic.decode,
+    headers.STRUCTURED: structured.decode,
 }
 SEGMENTED_CODECS = (headers.MINIFLOAT, headers.GRID, headers.LEVELS)
 assert sorted(DECODERS) == list(range(len(DECODERS))), "every codec number on the wire has a decoder"

@@ -106,7 +106,7 @@ class Codec:
         if gradient is None or not flat.numel():
             _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
-        where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments)
+        where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments, tuple(tensor.shape))
         stays = kernels.takes(tensor.device, self.converter.families)
         conversion = where_it_is if stays else _on_cpu(where_it_is)
         try:
@@ -129,13 +129,14 @@ class Codec:
             length = stored.Stored().encode(conversion, out[headers.header_length(shape, dense) :])
             return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, 0, length)
         start = headers.header_length(shape, max(1, dense // 16))  # by a guess at the payload's length
-        length = self.converter.encode(conversion, out[start:])
+        converter = self.converter.for_tensor(shape, conversion.segments)
+        length = converter.encode(conversion, out[start:])
         exact = headers.header_length(shape, length)
         if exact != start:
             frame = out.numpy()  # which moves bytes without torch's threads, and minds that both places overlap
             frame[exact : exact + length] = frame[start : start + length]
-        flags = headers.SEGMENTED if conversion.segments and self.converter.lists_segments else 0
-        return headers.seal(memoryview(out.numpy()), self.converter.wire_id, tensor.dtype, shape, flags, length)
+        flags = headers.SEGMENTED if conversion.segments and converter.lists_segments else 0
+        return headers.seal(memoryview(out.numpy()), converter.wire_id, tensor.dtype, shape, flags, length)
 
 
 def _on_cpu(conversion: Conversion) -> Conversion:

@@ -32,7 +32,15 @@ class Converter(ABC):
     lists_segments = False  # whether the payload tells the segments apart; otherwise they are coded as one tensor
     selects = False  # whether a few entries of the whole tensor are sent, so that it had better not be cut
     sums = False  # whether what workers send can be added up on its way (aggregate/sums/sum_exchange.py)
+    by_rows = False  # whether the shape counts, so that a tensor is cut between its rows if at all
     stores_tiny = False  # whether tensors of up to 32 bytes are stored, since side information would take as much
+
+    def for_tensor(self, shape: tuple[int, ...], segments: tuple[int, ...]) -> Converter:
+        """Return the converter for a tensor of this shape, or for segments of these lengths: this one, or another.
+
+        A converter that does better with some tensors than with others leaves the latter to one of another codec.
+        """
+        return self
 
     @abstractmethod
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
@@ -57,6 +65,7 @@ class Conversion:
     decay: float = 1.0
     seed: int = 0
     segments: tuple[int, ...] = ()  # lengths of the tensors that were laid end to end; () for one tensor
+    shape: tuple[int, ...] = ()  # of the tensor, before it was laid flat
 
     @property
     def dtype(self) -> torch.dtype:

@@ -25,7 +25,8 @@ __all__ = ["implementation", "instruction_sets", "runs_on", "takes", "use"]
 
 Kernel = Callable[..., Any]
 
-FAMILIES = ("quantize", "coders", "grid", "levels", "sparse", "positions", "sketch", "homomorphic", "rows")
+FAMILIES = ("quantize", "coders", "grid", "levels", "sparse", "positions", "sketch", "homomorphic", "rows",
+            "structure")  # fmt: skip
 
 # (type of the device, family) → module. A new kernel for a device is a module, and its line here.
 IMPLEMENTATIONS = {

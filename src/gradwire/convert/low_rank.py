@@ -1,0 +1,191 @@
+"""Prediction of a matrix by a few outer products: what is left of it takes fewer bits.
+
+The gradient of a layer's weights is a sum of outer products over the batch, and much of it lies in few directions. So
+u ≈ Σ_t s_t·a_t·b_tᵀ with integers a and b is sent first, and the remainder is coded like any other tensor. PowerSGD
+(arXiv 1905.13727) sends such a product alone and leaves the remainder to the error memory.
+
+The directions come from a randomized range finder (Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4) that
+begins anew for every tensor: two passes over it find them, two more make them good. A basis kept from the last step
+would save two passes, but would have to be kept, saved, and agreed on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire import compress, kernels
+from gradwire.convert.minifloat import round_step
+from gradwire.convert.scale_classes import read_symbols
+from gradwire.convert.tensor_view import BLOCKS, TensorView
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, bfloat16, varint
+
+MOST_TERMS = 32
+SOUGHT = 16  # directions that are looked for
+LARGEST = 127  # magnitude of a factor
+SMALLEST_SIDE = 16  # rows or columns: a matrix with fewer has nothing to predict
+LOOKED_AT = 48  # scales of rows, and of columns, by which the bits of a remainder are estimated
+FIELDS = 30  # bytes: about what a term takes beside its factors
+CELL = 12.0  # a step that rounds evenly has an error of step²/12
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The terms of a prediction: p = Σ_t (s_t·a_t)·b_t, with integers a_t for rows and b_t for the entries of a row."""
+
+    scales: tuple[float, ...]
+    rows: torch.Tensor  # int8, R × r
+    columns: torch.Tensor  # int8, r × C·K
+
+    @property
+    def rank(self) -> int:
+        """The number of terms."""
+        return len(self.scales)
+
+    def add_to(self, x: torch.Tensor, first: int, sign: float) -> None:
+        """Add or subtract the prediction of rows `first`, first+1, … in place."""
+        if self.rank:
+            left = self.rows.float() * torch.tensor(self.scales, dtype=torch.float32, device="cpu")
+            kernels.add_prediction(x, left, self.columns, first, sign)
+
+    @property
+    def fields(self) -> bytes:
+        """The bytes of all terms."""
+        parts = [bytes([self.rank])]
+        for t, scale in enumerate(self.scales):
+            numbers = torch.cat([self.rows[:, t], self.columns[t]]).numpy().astype(np.int64)
+            most = max(1, int(np.abs(numbers).max()))
+            symbols = (numbers + most).astype(np.uint8)
+            counts = np.bincount(symbols, minlength=2 * most + 1)
+            alphabet = compress.Alphabet(2 * most + 1, most)
+            coding = compress.choose(compress.SymbolStatistics(alphabet, counts, len(symbols)), compress.RANS)
+            coded = compress.encode(symbols, alphabet, coding)
+            parts += [bfloat16(scale), bytes([most]), varint(len(coded)), coded]
+        return b"".join(parts)
+
+
+def no_factors(view: TensorView) -> Factors:
+    """Return a prediction without terms: zero."""
+    rows = torch.empty((view.shape[0], 0), dtype=torch.int8, device="cpu")
+    return Factors((), rows, torch.empty((0, view.width), dtype=torch.int8, device="cpu"))
+
+
+def most_terms(view: TensorView) -> int:
+    """Return how many terms a frame of this tensor may have."""
+    if view.kind == BLOCKS:
+        return 0
+    return min(MOST_TERMS, view.count // 8 // (view.shape[0] + view.width))
+
+
+def fit_factors(x: torch.Tensor, view: TensorView, distortion: float, limit: int) -> Factors:
+    """Return the terms that save more bits than they cost, at a squared error of `distortion` for the whole tensor."""
+    sought = min(SOUGHT, limit, most_terms(view), view.shape[0] // 2, view.width // 2)
+    if sought < 1 or min(view.shape[0], view.width) < SMALLEST_SIDE:
+        return no_factors(view)
+    energies = kernels.axis_energies(x, (view.shape[0], view.width, 1))
+    if not energies[0].sum() > distortion:
+        return no_factors(view)
+    left, strengths, right = _directions(x, view, min(SOUGHT, view.shape[0], view.width))
+    cell = math.sqrt(CELL * distortion / view.count)
+    rank = _best_rank(energies, strengths[:sought], view, distortion, cell)
+    return _rounded(left[:, :rank], strengths[:rank], right[:rank], cell) if rank else no_factors(view)
+
+
+def _directions(x: torch.Tensor, view: TensorView, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return left directions, strengths and right directions: x ≈ left · diag(strengths) · right."""
+    rng = np.random.Generator(np.random.Philox(0))
+    basis = rng.standard_normal((view.width, number), dtype=np.float32)
+    for _ in range(2):
+        left = _orthonormal(kernels.project_rows(x, torch.from_numpy(basis)))
+        back = kernels.project_columns(x, torch.from_numpy(left))  # width × number
+        basis = _orthonormal(back)
+    small_left, strengths, right = np.linalg.svd(back.numpy().astype(np.float64).T, full_matrices=False)
+    return left @ small_left, strengths, right
+
+
+def _orthonormal(columns: torch.Tensor) -> np.ndarray:
+    basis: np.ndarray = np.linalg.qr(columns.numpy().astype(np.float64))[0].astype(np.float32)
+    return np.ascontiguousarray(basis)
+
+
+def _best_rank(
+    energies: tuple[np.ndarray, ...], strengths: np.ndarray, view: TensorView, distortion: float, cell: float
+) -> int:
+    """Return the number of terms with which terms and remainder take the fewest bits, by an estimate."""
+    total, sides = float(energies[0].sum()), (view.shape[0], view.width)
+    shape = np.outer(_quantiles(energies[0]), _quantiles(energies[1])).ravel()  # relative energies of entries
+    shape /= shape.mean()
+    best, fewest, spent = 0, _bits(shape, total, distortion, view.count), 0.0
+    rest = total
+    for rank, strength in enumerate(strengths, 1):
+        rest -= strength**2
+        for side in sides:
+            spread = strength / math.sqrt(side) / cell  # of the factors, in steps
+            spent += side * (0.5 * math.log2(1 + CELL * spread**2) + 0.25)
+        spent += 8 * FIELDS
+        bits = spent + _bits(shape, max(rest, 0.0), distortion, view.count)
+        if bits < fewest:
+            best, fewest = rank, bits
+    return best
+
+
+def _quantiles(energy: np.ndarray) -> np.ndarray:
+    ordered = np.sort(energy)
+    return ordered[np.linspace(0, len(ordered) - 1, LOOKED_AT).astype(np.int64)]
+
+
+def _bits(shape: np.ndarray, energy: float, distortion: float, count: int) -> float:
+    """Return the rate of Gaussian entries with these relative variances, by reverse water-filling."""
+    if energy <= distortion:
+        return 0.0
+    variance, wanted = shape * energy / count, distortion / count
+    low, high = 0.0, float(variance.max())
+    for _ in range(30):
+        level = (low + high) / 2
+        low, high = (level, high) if np.minimum(variance, level).mean() < wanted else (low, level)
+    active = variance[variance > high]
+    return count * float(np.log2(active / high).sum()) / 2 / len(variance) if high > 0 else math.inf
+
+
+def _rounded(left: np.ndarray, strengths: np.ndarray, right: np.ndarray, cell: float) -> Factors:
+    """Return integer factors. Both sides of a term have the step with which they add about as much error as entries."""
+    rows, columns, scales = [], [], []
+    for t, strength in enumerate(strengths):
+        a, b = strength * left[:, t], strength * right[t]
+        step = max(cell, float(max(np.abs(a).max(), np.abs(b).max())) / LARGEST)
+        scale = round_step(step * step / strength)
+        step = math.sqrt(scale * strength)  # with which the rounded scale is exact
+        rows.append(np.clip(np.rint(a / step), -LARGEST, LARGEST))
+        columns.append(np.clip(np.rint(b / step), -LARGEST, LARGEST))
+        scales.append(scale)
+    return Factors(
+        tuple(scales),
+        torch.from_numpy(np.ascontiguousarray(np.stack(rows, 1).astype(np.int8))),
+        torch.from_numpy(np.stack(columns).astype(np.int8)),
+    )
+
+
+def read_factors(reader: Reader, view: TensorView) -> Factors:
+    """Read the terms of a prediction."""
+    rank = reader.byte()
+    if rank > most_terms(view):
+        raise FrameError("invalid rank")
+    if not rank:
+        return no_factors(view)
+    side, scales = view.shape[0] + view.width, []
+    numbers = np.empty((rank, side), dtype=np.int8)
+    for t in range(rank):
+        scales.append(reader.bfloat16())
+        most = reader.byte()
+        if not 2.0**-126 <= scales[-1] <= 2.0**126 or not 1 <= most <= LARGEST:
+            raise FrameError("invalid factors")
+        symbols = read_symbols(reader, compress.Alphabet(2 * most + 1, most), side)
+        numbers[t] = symbols.astype(np.int16) - most
+    factors = torch.from_numpy(numbers)
+    return Factors(
+        tuple(scales), factors[:, : view.shape[0]].t().contiguous(), factors[:, view.shape[0] :].contiguous()
+    )

@@ -1,0 +1,328 @@
+"""Structure first, then a grid: what a tensor's shape says of its entries is taken out before they are quantized.
+
+Three things are used (docs/structure.md has the measurements). Kernels of convolutions are smooth, so they get a cosine
+transform each. Matrices are nearly of low rank, so a few outer products predict them. And the scale of an entry is that
+of its row times that of its column, so entries are coded by classes. All of it keeps the squared error: u − ĝ is as
+large as it would be on the grid alone, and takes fewer bits.
+
+encode: u ─► transform ─► minus prediction ─► grid ─► symbols by class ─► bytes, with the way back for the error memory
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire import compress, kernels
+from gradwire.convert.blocks import BLOCK, combine
+from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
+from gradwire.convert.ecq import Ecq, Points, read_points, table
+from gradwire.convert.grid_search import Curve, MeasuredGrid
+from gradwire.convert.low_rank import MOST_TERMS, Factors, fit_factors, no_factors, read_factors
+from gradwire.convert.minifloat import write
+from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
+from gradwire.convert.scale_classes import ScaleClasses, fit_classes, one_class, read_classes, read_symbols
+from gradwire.convert.segments import read_step
+from gradwire.convert.tensor_view import BLOCKS, TensorView, as_blocks, as_kernels, as_matrix, read_view
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader, bfloat16, varint
+from gradwire.frame.headers import STRUCTURED, Header
+
+DEFAULT_NMSE = 0.03
+FEWEST_IN_BLOCKS = 4096  # entries: shorter vectors are grid frames
+LOG_BLOCKS = (4, 5, 6, 7)  # that an encoder tries
+CLEARLY_SMOOTH = 0.02  # bits an entry that a transform has to save
+FEW_OUTLIERS = 1 / 4096  # part of the entries
+REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
+
+
+@dataclass(frozen=True)
+class _Content:
+    """All that makes the values of a structured tensor: an encoder has it in hand, and a decoder reads it."""
+
+    view: TensorView
+    factors: Factors
+    points: Points
+    largest: int  # magnitude of a symbol
+    outliers: Outliers
+    dtype: torch.dtype
+
+    def values(self, symbols: torch.Tensor | None, first_row: int, count: int) -> torch.Tensor:
+        """Return the values of `count` entries from this row on, as fp32 numbers of the tensor's dtype."""
+        first = first_row * self.view.width
+        if symbols is None:
+            values = torch.zeros(count, dtype=torch.float32, device="cpu")
+        else:
+            values = kernels.dequantize(symbols, table(self.points, self.largest))
+            start, stop = np.searchsorted(self.outliers[0], (first, first + count))
+            if start < stop:
+                positions = torch.from_numpy(self.outliers[0][start:stop] - first)
+                kernels.add_at(values, positions, self.points.of(torch.from_numpy(self.outliers[1][start:stop])))
+        self.factors.add_to(values, first_row, 1.0)
+        self.view.transform(values, inverse=True)
+        return limit_to(values, self.dtype).float() + 0.0  # no −0
+
+
+class Structured(Converter):
+    """A grid on what transform and prediction leave, at the relative squared error `nmse`.
+
+    `transform`, `classes` and `rank` switch the parts off, which is for experiments: 0 is no prediction.
+    """
+
+    wire_id = STRUCTURED
+    families = ("quantize", "grid", "structure")
+    lists_segments = stores_tiny = True
+    by_rows = True
+
+    def __init__(
+        self, nmse: float = DEFAULT_NMSE, rank: int = MOST_TERMS, transform: bool = True, classes: bool = True
+    ):
+        self.nmse, self.rank, self.transform, self.classes = nmse, rank, transform, classes
+        self._grid = Ecq(None, nmse)
+
+    def for_tensor(self, shape: tuple[int, ...], segments: tuple[int, ...]) -> Converter:
+        """Return what encodes a tensor of this shape: a plain grid, where there is no structure to speak of."""
+        flat = sum(size > 1 for size in shape) < 2
+        return self._grid if segments or (flat and math.prod(shape) < FEWEST_IN_BLOCKS) else self
+
+    # ── encoding ──
+
+    def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
+        """Write the payload and update the error memory, as `Converter.encode` promises."""
+        conversion.require_finite()
+        u = conversion.compensated()
+        view, x = self._view(u, conversion.shape)
+        energies = kernels.axis_energies(x, view.shape)
+        distortion = self.nmse * float(energies[0].sum())
+        factors = fit_factors(x, view, distortion, self.rank)
+        if factors.rank:
+            factors.add_to(x, 0, -1.0)
+            energies = kernels.axis_energies(x, view.shape)
+        left = float(energies[0].sum())
+        head = view.fields + factors.fields
+        if left <= distortion * (1 + REDUNDANT):
+            content = _Content(view, factors, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
+            _remember(conversion, u, content, None)
+            return write(out, head, bytes([0]))
+        grid = _fit_grid(x, distortion / left)
+        points = Points(grid.step, grid.offsets, torch.float32)
+        symbols, listed = kernels.grid_quantize(
+            x, None, None, 0.0, grid.step, grid.shift, table(points, grid.largest), kernels.grid_capacity(view.count)
+        )
+        outliers = (in_host_memory(listed[0]), in_host_memory(listed[1]))
+        classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
+        coded = _cheapest([classes, one_class(view)], symbols, grid.largest)
+        apart = write_outliers(outliers, grid.largest)
+        _remember(conversion, u, _Content(view, factors, points, grid.largest, outliers, conversion.dtype), symbols)
+        offsets = bytes([len(grid.offsets), *(d & 255 for d in grid.offsets)])
+        side = bytes([grid.largest]) + offsets + bfloat16(grid.step)
+        return write(out, head, side, coded[0].fields, varint(len(apart)), coded[1], apart)
+
+    def _view(self, u: torch.Tensor, shape: tuple[int, ...]) -> tuple[TensorView, torch.Tensor]:
+        """Return how to look at the tensor, and a copy of it, transformed if that is worth it."""
+        if self.transform and (view := as_kernels(shape)) is not None:
+            x = u.clone()
+            view.transform(x)
+            energies = kernels.axis_energies(x, view.shape)[2]
+            if _saved(energies) > CLEARLY_SMOOTH and np.isfinite(energies).all():
+                return view, x
+        view = as_matrix(shape)
+        if view is None or min(view.shape[:2]) < 2:
+            view = _best_blocks(u)
+        return view, u.clone()
+
+
+def _saved(energies: np.ndarray) -> float:
+    """Return how many bits an entry are saved by knowing which of these energies it has."""
+    mean = float(energies.mean())
+    if not mean > 0 or not math.isfinite(mean):
+        return 0.0
+    return -float(np.log2(np.maximum(energies / mean, 2.0**-20)).mean()) / 2
+
+
+def _best_blocks(u: torch.Tensor) -> TensorView:
+    """Return the blocks whose scales tell the most for what they cost, by the first entries of the tensor."""
+    part = u[: 1 << 18]
+    best = (-math.inf, LOG_BLOCKS[-1])
+    for log_block in LOG_BLOCKS:
+        view = as_blocks(part.numel(), log_block)
+        saved = _saved(kernels.axis_energies(part, view.shape)[0]) - 2.5 / (1 << log_block)
+        best = max(best, (saved, log_block))
+    return as_blocks(u.numel(), best[1])
+
+
+def _fit_grid(x: torch.Tensor, nmse: float) -> MeasuredGrid:
+    """Return the grid with the fewest bits at this relative squared error."""
+    curve = Curve(in_host_memory(kernels.sample(x, None, 0.0)))
+    if not curve.energy:  # the few entries that are not zero have escaped the sample
+        curve = Curve(in_host_memory(x[x != 0]), int((x == 0).sum()))
+    grid = curve.find(error=nmse * curve.energy)
+    outliers = curve.outliers(grid)
+    for largest in kernels.GRID_SIZES:
+        if outliers(largest)[0] <= FEW_OUTLIERS * curve.count:
+            break
+    return MeasuredGrid(
+        grid.step, grid.shift, grid.bits, grid.outlier_bits, grid.error, max(largest, grid.largest), grid.offsets
+    )
+
+
+def _cheapest(candidates: list[ScaleClasses], symbols: torch.Tensor, largest: int) -> tuple[ScaleClasses, bytes]:
+    """Return the classes with which the symbols take the fewest bytes, and these bytes."""
+    found: list[tuple[float, ScaleClasses, list[_Stream]]] = []
+    for classes in candidates:
+        if found and classes.classes == found[0][1].classes:
+            continue
+        streams = _streams(classes, symbols, largest)
+        found.append((sum(s.bits for s in streams) + 8 * len(classes.fields), classes, streams))
+    _, classes, streams = min(found, key=lambda each: each[0])
+    return classes, b"".join(stream.coded() for stream in streams)
+
+
+class _Stream:
+    """The symbols of one class on their way into a frame."""
+
+    def __init__(self, symbols: np.ndarray, largest: int):
+        counts = kernels.histogram(torch.from_numpy(symbols), 2 * largest + 1)
+        used = np.flatnonzero(counts)
+        self._symbols, self._shift = symbols, 0
+        self._largest = int(max(abs(used[0] - largest), abs(used[-1] - largest))) if len(used) else 0
+        self._shift = largest - self._largest
+        self.bits = 8.0
+        if self._largest:
+            self._alphabet = compress.Alphabet(2 * self._largest + 1, self._largest)
+            counts = counts[self._shift : len(counts) - self._shift]
+            statistics = compress.SymbolStatistics(self._alphabet, counts, len(symbols))
+            self._coding = compress.choose(statistics, compress.RANS)
+            self.bits += self._coding.expected_bits + 8 * (len(varint(len(symbols) // 4)) + len(self._coding.head))
+
+    def coded(self) -> bytes:
+        """Return the bytes of the class."""
+        if not len(self._symbols):
+            return b""
+        if not self._largest:
+            return bytes([0])
+        data = compress.encode(self._symbols - np.uint8(self._shift), self._alphabet, self._coding)
+        return bytes([self._largest]) + varint(len(data)) + data
+
+
+def _streams(classes: ScaleClasses, symbols: torch.Tensor, largest: int) -> list[_Stream]:
+    if classes.classes == 1:
+        return [_Stream(in_host_memory(symbols), largest)]
+    counts = classes.counts(symbols.numel())
+    parts = kernels.split_classes(symbols, classes.scales, classes.base, counts)
+    return [_Stream(part, largest) for part in np.split(parts, np.cumsum(counts)[:-1])]
+
+
+def _no_outliers() -> Outliers:
+    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+
+
+def _remember(conversion: Conversion, u: torch.Tensor, content: _Content, symbols: torch.Tensor | None) -> None:
+    """Write what the frame leaves out to the error memory: u less what will be decoded."""
+    if conversion.memory_out is None:
+        return
+    for rows in _row_blocks(content.view):
+        part = symbols[rows.entries] if symbols is not None else None
+        values = content.values(part, rows.first, rows.entries.stop - rows.entries.start)
+        torch.sub(u[rows.entries], values, out=conversion.memory_out[rows.entries])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a view that are made together: the first one, and their entries."""
+
+    first: int
+    entries: slice
+
+
+def _row_blocks(view: TensorView) -> list[_Rows]:
+    """Return all rows, as many at a time as stay in a cache."""
+    together = max(1, BLOCK // view.width)
+    return [
+        _Rows(first, slice(first * view.width, min(view.count, (first + together) * view.width)))
+        for first in range(0, view.shape[0], together)
+    ]
+
+
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
+    """Write weight·decoded to `out`, or add it."""
+    reader = Reader(memoryview(payload))
+    if not header.dtype.is_floating_point or not header.elements:
+        raise FrameError("structured frame of a dtype or size that is always stored")
+    view = read_view(reader, header.shape)
+    factors = read_factors(reader, view) if view.kind != BLOCKS else _no_rank(reader, view)
+    if not reader.data[reader.position : reader.position + 1]:
+        raise FrameError("frame is cut short")
+    if not reader.data[reader.position]:
+        if reader.position + 1 != len(reader.data):
+            raise FrameError("bytes after the end of a structured frame")
+        points = Points(1.0, (), torch.float32)
+        _decode_rows(_Content(view, factors, points, 0, _no_outliers(), header.dtype), None, out, weight, accumulate)
+        return
+    largest, offsets = read_points(reader)
+    points = Points(read_step(reader), offsets, torch.float32)
+    classes = read_classes(reader, view)
+    length = reader.varint(len(reader.data))
+    streams = _read_streams(reader, classes, view.count, largest)
+    if length != len(reader.data) - reader.position:
+        raise FrameError("wrong length of the outliers")
+    outliers = read_outliers(reader.rest(), view.count, largest)
+    _decode_rows(_Content(view, factors, points, largest, outliers, header.dtype), streams, out, weight, accumulate)
+
+
+def _no_rank(reader: Reader, view: TensorView) -> Factors:
+    if reader.byte():
+        raise FrameError("blocks have no prediction")
+    return no_factors(view)
+
+
+class _ReadStreams:
+    """The symbols of all classes, one class after the other, from which rows are put together in order."""
+
+    def __init__(self, classes: ScaleClasses, symbols: np.ndarray, counts: np.ndarray, zeros: np.ndarray):
+        self._classes, self._symbols, self._zeros = classes, symbols, zeros
+        self._positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+
+    def next(self, entries: slice) -> torch.Tensor:
+        """Return the symbols of these entries, which follow those of the last call."""
+        if self._classes.classes == 1:
+            return torch.from_numpy(self._symbols[entries] + np.uint8(self._zeros[0]))
+        return kernels.merge_classes(
+            self._symbols, self._positions, self._zeros, self._classes.scales, self._classes.base, entries.start,
+            entries.stop - entries.start,
+        )  # fmt: skip
+
+
+def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: int) -> _ReadStreams:
+    counts, symbols, start = classes.counts(count), np.empty(count, dtype=np.uint8), 0
+    zeros = np.zeros(len(counts), dtype=np.uint8)
+    for t, number in enumerate(counts.tolist()):
+        if not number:
+            continue
+        most = reader.byte()
+        if most > largest:
+            raise FrameError("invalid class")
+        zeros[t] = largest - most
+        stream = symbols[start : start + number]
+        if most:
+            read_symbols(reader, compress.Alphabet(2 * most + 1, most), number, stream)
+        else:
+            stream[:] = 0
+        start += number
+    return _ReadStreams(classes, symbols, counts, zeros)
+
+
+def _decode_rows(
+    content: _Content, streams: _ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool
+) -> None:
+    for rows in _row_blocks(content.view):
+        symbols = streams.next(rows.entries) if streams is not None else None
+        values = content.values(symbols, rows.first, rows.entries.stop - rows.entries.start)
+        combine(values, out[rows.entries], weight, accumulate)
+

@@ -1,0 +1,97 @@
+"""How a structured frame looks at a tensor: as blocks, as a matrix, or as kernels (docs/wire-format.md, codec 8)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from gradwire import kernels
+from gradwire.errors import FrameError
+from gradwire.frame.byte_fields import Reader
+
+BLOCKS, MATRIX, KERNELS = range(3)
+LOG_BLOCKS = range(3, 13)
+MOST_ON_AXIS, MOST_IN_KERNEL = 16, 4096
+FEW_ROWS, WIDE = 8, 1 << 16  # a matrix of fewer rows must not be wider: decoders work row by row
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor of `count` entries as rows × columns × coefficients; the last row of blocks may be cut off."""
+
+    kind: int
+    count: int
+    shape: tuple[int, int, int]
+    axes: tuple[int, ...] = ()  # of a kernel
+
+    @property
+    def width(self) -> int:
+        """The number of entries of a row."""
+        return self.shape[1] * self.shape[2]
+
+    @property
+    def fields(self) -> bytes:
+        """The first bytes of the payload."""
+        return bytes([self.kind] + [self.shape[1].bit_length() - 1] * (self.kind == BLOCKS))
+
+    def transform(self, x: torch.Tensor, inverse: bool = False) -> None:
+        """Transform the kernels of whole rows in place, if the view is kernels."""
+        if self.kind == KERNELS:
+            kernels.transform_kernels(x, [cosine_matrix(n) for n in self.axes], inverse)
+
+
+def as_blocks(count: int, log_block: int) -> TensorView:
+    """Return the view as blocks of 2^log_block entries."""
+    block = 1 << log_block
+    return TensorView(BLOCKS, count, (-(-count // block), block, 1))
+
+
+def as_matrix(shape: tuple[int, ...]) -> TensorView | None:
+    """Return the view as a matrix, or None if the shape has none."""
+    count = math.prod(shape)
+    if len(shape) < 2 or not _is_a_matrix(shape[0], count // max(1, shape[0])):
+        return None
+    return TensorView(MATRIX, count, (shape[0], count // shape[0], 1))
+
+
+def as_kernels(shape: tuple[int, ...]) -> TensorView | None:
+    """Return the view as kernels, or None if the shape has none."""
+    count, axes = math.prod(shape), shape[2:]
+    size = math.prod(axes)
+    if len(shape) < 3 or not 2 <= size <= MOST_IN_KERNEL or max(axes) > MOST_ON_AXIS:
+        return None
+    if not _is_a_matrix(shape[0], count // max(1, shape[0])):
+        return None
+    return TensorView(KERNELS, count, (shape[0], shape[1], size), axes)
+
+
+def _is_a_matrix(rows: int, width: int) -> bool:
+    return rows > 0 and width > 0 and (rows >= FEW_ROWS or width <= WIDE)
+
+
+def read_view(reader: Reader, shape: tuple[int, ...]) -> TensorView:
+    """Read the view of a tensor of this shape."""
+    kind = reader.byte()
+    if kind == BLOCKS:
+        log_block = reader.byte()
+        if log_block not in LOG_BLOCKS:
+            raise FrameError("invalid length of a block")
+        return as_blocks(math.prod(shape), log_block)
+    view = as_matrix(shape) if kind == MATRIX else as_kernels(shape) if kind == KERNELS else None
+    if view is None:
+        raise FrameError("invalid view of a tensor")
+    return view
+
+
+@lru_cache(maxsize=64)
+def cosine_matrix(size: int) -> torch.Tensor:
+    """Return the orthonormal cosine transform of `size` entries: D(k,m), each the nearest fp32."""
+    k, m = np.arange(size)[:, None], np.arange(size)[None, :]
+    # The angle is a multiple of π/2n: taken modulo a turn it stays small, and its cosine exact to the last bit of fp64.
+    turns = (k * (2 * m + 1)) % (4 * size)
+    matrix = np.cos(np.pi * turns / (2 * size)) * np.sqrt(np.where(k == 0, 1.0, 2.0) / size)
+    return torch.from_numpy(matrix.astype(np.float32))

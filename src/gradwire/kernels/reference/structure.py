@@ -1,0 +1,120 @@
+"""The kernels of structured frames: transforms of kernels, classes of entries, low ranks; wire-format.md, codec 8.
+
+Tensors are looked at as rows × columns × coefficients, flat and row-major. `shape` is that view, (R, C, K); the last
+row may be cut off where the tensor ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+__all__ = [
+    "add_prediction", "axis_energies", "class_counts", "entry_classes", "merge_classes", "project_columns",
+    "project_rows", "split_classes", "transform_kernels",
+]  # fmt: skip
+
+View = tuple[int, int, int]
+Scales = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients, int16
+
+
+def transform_kernels(x: torch.Tensor, matrices: Sequence[torch.Tensor], inverse: bool) -> None:
+    """Transform each kernel of `x` in place, along one axis after the other: y_k = Σ_m D(k,m)·x_m, or back.
+
+    There is a square matrix D for each axis. Sums are made from the first term to the last, each operation rounded.
+    """
+    inner = int(np.prod([len(matrix) for matrix in matrices]))
+    for matrix in matrices:
+        size = len(matrix)
+        inner //= size
+        view = x.view(-1, size, inner)
+        rows = matrix if inverse else matrix.t()  # rows[m] has what entry m adds to each result
+        total = rows[0].view(1, size, 1) * view[:, :1]
+        for m in range(1, size):
+            total = total + rows[m].view(1, size, 1) * view[:, m : m + 1]
+        view.copy_(total)
+
+
+def axis_energies(x: torch.Tensor, shape: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the sums of squares of every row, column and coefficient. Fits may differ in the last bits."""
+    rows, columns, coefficients = shape
+    squares = np.zeros(rows * columns * coefficients)
+    squares[: x.numel()] = np.square(x.numpy().astype(np.float64))
+    view = squares.reshape(shape)
+    return view.sum((1, 2)), view.sum((0, 2)), view.sum((0, 1))
+
+
+def entry_classes(scales: Scales, base: int, classes: int, first: int, count: int) -> np.ndarray:
+    """Return the classes of the entries first … first+count−1."""
+    rows, columns, coefficients = scales
+    index = np.arange(first, first + count)
+    row, rest = np.divmod(index, len(columns) * len(coefficients))
+    column, coefficient = np.divmod(rest, len(coefficients))
+    total = rows[row].astype(np.int64) + columns[column] + coefficients[coefficient] - base
+    result: np.ndarray = np.clip(total, 0, classes - 1).astype(np.uint8)
+    return result
+
+
+def class_counts(scales: Scales, base: int, classes: int, count: int) -> np.ndarray:
+    """Return how many of the first `count` entries each class has."""
+    rows, columns, coefficients = scales
+    width = len(columns) * len(coefficients)
+    whole, left = divmod(count, width)
+    pattern = (columns.astype(np.int64)[:, None] + coefficients[None, :]).ravel()
+    times = np.bincount(pattern, minlength=int(pattern.max()) + 1)
+    number, total = np.bincount(rows[:whole], minlength=int(rows.max()) + 1), np.zeros(classes, dtype=np.int64)
+    for scale in np.flatnonzero(number):
+        np.add.at(total, np.clip(np.arange(len(times)) + scale - base, 0, classes - 1), times * number[scale])
+    if left:
+        np.add.at(total, np.clip(pattern[:left] + int(rows[whole]) - base, 0, classes - 1), 1)
+    return total
+
+
+def split_classes(symbols: torch.Tensor, scales: Scales, base: int, counts: np.ndarray) -> np.ndarray:
+    """Return the symbols of class 0, then those of class 1, and so on; each in the order of the tensor."""
+    array = symbols.numpy()
+    entries = entry_classes(scales, base, len(counts), 0, len(array))
+    return np.concatenate([array[entries == t] for t in range(len(counts))])
+
+
+def merge_classes(
+    streams: np.ndarray, positions: np.ndarray, zeros: np.ndarray, scales: Scales, base: int, first: int, count: int
+) -> torch.Tensor:
+    """Undo `split_classes` for the entries first … first+count−1, which begin a row; return their symbols.
+
+    `positions` has the place in `streams` of the next symbol of each class, and is moved on. Added to each symbol is
+    its class's number in `zeros`, which makes one alphabet of those of all classes.
+    """
+    entries = entry_classes(scales, base, len(positions), first, count)
+    symbols = np.empty(count, dtype=np.uint8)
+    for t in range(len(positions)):
+        of_class = entries == t
+        number = int(of_class.sum())
+        symbols[of_class] = streams[positions[t] : positions[t] + number] + np.uint8(zeros[t])
+        positions[t] += number
+    return torch.from_numpy(symbols)
+
+
+def add_prediction(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: int, sign: float) -> None:
+    """Add sign·p to rows `first`, first+1, … in place: p = Σ_t left[i, t]·right[t, q], from the first term on.
+
+    `left` has all rows, fp32; `right` is int8. p is made by itself, from 0 on, and added as one number.
+    """
+    rows = x.view(-1, right.shape[1])
+    part = left[first : first + len(rows)]
+    total = torch.zeros_like(rows)
+    for t in range(right.shape[0]):
+        total += part[:, t : t + 1] * right[t].float()
+    rows += sign * total
+
+
+def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Return x·basis, for x of len(basis) columns. A fit: bits may differ between kernels, not between threads."""
+    return torch.from_numpy((x.view(-1, len(basis)).double() @ basis.double()).float().numpy())
+
+
+def project_columns(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Return xᵀ·basis, for x of len(basis) rows. A fit, as `project_rows`."""
+    return torch.from_numpy((x.view(len(basis), -1).double().t() @ basis.double()).float().numpy())
