@@ -46,11 +46,12 @@ class Factors:
         """The number of terms."""
         return len(self.scales)
 
-    def add_to(self, x: torch.Tensor, first: int, sign: float) -> None:
-        """Add or subtract the prediction of rows `first`, first+1, … in place."""
-        if self.rank:
-            left = self.rows.float() * torch.tensor(self.scales, dtype=torch.float32, device="cpu")
-            kernels.add_prediction(x, left, self.columns, first, sign)
+    @property
+    def prediction(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The factors as kernels take them, s·a and b; None if there are no terms."""
+        if not self.rank:
+            return None
+        return self.rows.float() * torch.tensor(self.scales, dtype=torch.float32, device="cpu"), self.columns
 
     @property
     def fields(self) -> bytes:

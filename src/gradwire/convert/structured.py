@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
-from gradwire.convert.blocks import BLOCK, combine
+from gradwire.convert.blocks import WIDEST, combine
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.ecq import Ecq, Points, read_points, table
 from gradwire.convert.grid_search import Curve, MeasuredGrid
@@ -36,6 +36,7 @@ FEWEST_IN_BLOCKS = 4096  # entries: shorter vectors are grid frames
 LOG_BLOCKS = (4, 5, 6, 7)  # that an encoder tries
 CLEARLY_SMOOTH = 0.02  # bits an entry that a transform has to save
 FEW_OUTLIERS = 1 / 4096  # part of the entries
+CACHED = 1 << 20  # entries that are rebuilt at a time
 REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
 
 
@@ -44,26 +45,38 @@ class _Content:
     """All that makes the values of a structured tensor: an encoder has it in hand, and a decoder reads it."""
 
     view: TensorView
-    factors: Factors
+    prediction: tuple[torch.Tensor, torch.Tensor] | None
     points: Points
     largest: int  # magnitude of a symbol
     outliers: Outliers
     dtype: torch.dtype
 
-    def values(self, symbols: torch.Tensor | None, first_row: int, count: int) -> torch.Tensor:
-        """Return the values of `count` entries from this row on, as fp32 numbers of the tensor's dtype."""
-        first = first_row * self.view.width
-        if symbols is None:
-            values = torch.zeros(count, dtype=torch.float32, device="cpu")
-        else:
-            values = kernels.dequantize(symbols, table(self.points, self.largest))
-            start, stop = np.searchsorted(self.outliers[0], (first, first + count))
-            if start < stop:
-                positions = torch.from_numpy(self.outliers[0][start:stop] - first)
-                kernels.add_at(values, positions, self.points.of(torch.from_numpy(self.outliers[1][start:stop])))
-        self.factors.add_to(values, first_row, 1.0)
-        self.view.transform(values, inverse=True)
-        return limit_to(values, self.dtype).float() + 0.0  # no −0
+    def write_values(self, symbols: torch.Tensor | None, rows: _Rows, out: torch.Tensor) -> None:
+        """Write the values of these rows to `out`, as fp32 numbers, not yet rounded to the tensor's dtype."""
+        start, stop = np.searchsorted(self.outliers[0], (rows.entries.start, rows.entries.stop))
+        positions = torch.from_numpy(self.outliers[0][start:stop] - rows.entries.start)
+        apart = self.points.of(torch.from_numpy(self.outliers[1][start:stop]))
+        kernels.rebuild(
+            out, symbols, table(self.points, max(1, self.largest)), (positions, apart), self.prediction, rows.first,
+            self.view.width, self.view.matrices,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a view that are made together: the first one, and their entries."""
+
+    first: int
+    entries: slice
+
+
+def _row_blocks(view: TensorView, entries: int) -> list[_Rows]:
+    """Return all rows, about so many entries at a time."""
+    together = max(1, entries // view.width)
+    return [
+        _Rows(first, slice(first * view.width, min(view.count, (first + together) * view.width)))
+        for first in range(0, view.shape[0], together)
+    ]
 
 
 class Structured(Converter):
@@ -98,13 +111,13 @@ class Structured(Converter):
         energies = kernels.axis_energies(x, view.shape)
         distortion = self.nmse * float(energies[0].sum())
         factors = fit_factors(x, view, distortion, self.rank)
-        if factors.rank:
-            factors.add_to(x, 0, -1.0)
+        if (prediction := factors.prediction) is not None:
+            kernels.add_prediction(x, prediction, 0, -1.0)
             energies = kernels.axis_energies(x, view.shape)
         left = float(energies[0].sum())
         head = view.fields + factors.fields
         if left <= distortion * (1 + REDUNDANT):
-            content = _Content(view, factors, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
+            content = _Content(view, prediction, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
             _remember(conversion, u, content, None)
             return write(out, head, bytes([0]))
         grid = _fit_grid(x, distortion / left)
@@ -116,7 +129,7 @@ class Structured(Converter):
         classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
         coded = _cheapest([classes, one_class(view)], symbols, grid.largest)
         apart = write_outliers(outliers, grid.largest)
-        _remember(conversion, u, _Content(view, factors, points, grid.largest, outliers, conversion.dtype), symbols)
+        _remember(conversion, u, _Content(view, prediction, points, grid.largest, outliers, conversion.dtype), symbols)
         offsets = bytes([len(grid.offsets), *(d & 255 for d in grid.offsets)])
         side = bytes([grid.largest]) + offsets + bfloat16(grid.step)
         return write(out, head, side, coded[0].fields, varint(len(apart)), coded[1], apart)
@@ -125,7 +138,7 @@ class Structured(Converter):
         """Return how to look at the tensor, and a copy of it, transformed if that is worth it."""
         if self.transform and (view := as_kernels(shape)) is not None:
             x = u.clone()
-            view.transform(x)
+            kernels.transform_kernels(x, view.matrices, False)
             energies = kernels.axis_energies(x, view.shape)[2]
             if _saved(energies) > CLEARLY_SMOOTH and np.isfinite(energies).all():
                 return view, x
@@ -224,27 +237,12 @@ def _remember(conversion: Conversion, u: torch.Tensor, content: _Content, symbol
     """Write what the frame leaves out to the error memory: u less what will be decoded."""
     if conversion.memory_out is None:
         return
-    for rows in _row_blocks(content.view):
-        part = symbols[rows.entries] if symbols is not None else None
-        values = content.values(part, rows.first, rows.entries.stop - rows.entries.start)
+    for rows in _row_blocks(content.view, CACHED):
+        values = torch.empty(rows.entries.stop - rows.entries.start, dtype=torch.float32, device="cpu")
+        content.write_values(None if symbols is None else symbols[rows.entries], rows, values)
+        if content.dtype != torch.float32:
+            values = limit_to(values, content.dtype).float()
         torch.sub(u[rows.entries], values, out=conversion.memory_out[rows.entries])
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of a view that are made together: the first one, and their entries."""
-
-    first: int
-    entries: slice
-
-
-def _row_blocks(view: TensorView) -> list[_Rows]:
-    """Return all rows, as many at a time as stay in a cache."""
-    together = max(1, BLOCK // view.width)
-    return [
-        _Rows(first, slice(first * view.width, min(view.count, (first + together) * view.width)))
-        for first in range(0, view.shape[0], together)
-    ]
 
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
@@ -263,7 +261,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         if reader.position + 1 != len(reader.data):
             raise FrameError("bytes after the end of a structured frame")
         points = Points(1.0, (), torch.float32)
-        _decode_rows(_Content(view, factors, points, 0, _no_outliers(), header.dtype), None, out, weight, accumulate)
+        _decode_rows(_Content(view, factors.prediction, points, 0, _no_outliers(), header.dtype), None, out, weight, accumulate)
         return
     largest, offsets = read_points(reader)
     points = Points(read_step(reader), offsets, torch.float32)
@@ -273,7 +271,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if length != len(reader.data) - reader.position:
         raise FrameError("wrong length of the outliers")
     outliers = read_outliers(reader.rest(), view.count, largest)
-    _decode_rows(_Content(view, factors, points, largest, outliers, header.dtype), streams, out, weight, accumulate)
+    _decode_rows(_Content(view, factors.prediction, points, largest, outliers, header.dtype), streams, out, weight, accumulate)
 
 
 def _no_rank(reader: Reader, view: TensorView) -> Factors:
@@ -321,8 +319,13 @@ def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: in
 def _decode_rows(
     content: _Content, streams: _ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool
 ) -> None:
-    for rows in _row_blocks(content.view):
+    count = content.view.count
+    in_place = out.dtype == content.dtype == torch.float32 and out.is_cpu and weight == 1 and not accumulate
+    for rows in _row_blocks(content.view, min(max(count // 16, WIDEST), CACHED) if in_place else WIDEST):
         symbols = streams.next(rows.entries) if streams is not None else None
-        values = content.values(symbols, rows.first, rows.entries.stop - rows.entries.start)
-        combine(values, out[rows.entries], weight, accumulate)
-
+        if in_place:
+            content.write_values(symbols, rows, out[rows.entries])
+            continue
+        values = torch.empty(rows.entries.stop - rows.entries.start, dtype=torch.float32, device="cpu")
+        content.write_values(symbols, rows, values)
+        combine(limit_to(values, content.dtype), out[rows.entries], weight, accumulate)

@@ -38,10 +38,10 @@ class TensorView:
         """The first bytes of the payload."""
         return bytes([self.kind] + [self.shape[1].bit_length() - 1] * (self.kind == BLOCKS))
 
-    def transform(self, x: torch.Tensor, inverse: bool = False) -> None:
-        """Transform the kernels of whole rows in place, if the view is kernels."""
-        if self.kind == KERNELS:
-            kernels.transform_kernels(x, [cosine_matrix(n) for n in self.axes], inverse)
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """The transform along each axis of a kernel; none where there is no transform."""
+        return [cosine_matrix(n) for n in self.axes]
 
 
 def as_blocks(count: int, log_block: int) -> TensorView:

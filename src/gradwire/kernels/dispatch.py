@@ -39,6 +39,7 @@ IMPLEMENTATIONS = {
     ("cpu", "sketch"): "gradwire.kernels.cpu.sketch",
     ("cpu", "homomorphic"): "gradwire.kernels.cpu.homomorphic",
     ("cpu", "rows"): "gradwire.kernels.cpu.rows",
+    ("cpu", "structure"): "gradwire.kernels.cpu.structure",
     ("cuda", "sparse"): "gradwire.kernels.cuda.sparse",
     ("cuda", "homomorphic"): "gradwire.kernels.cuda.homomorphic",
     ("cuda", "rows"): "gradwire.kernels.cuda.rows",

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gradwire.kernels.reference.quantize import FLOAT_MAX, dequantize
+
 __all__ = [
     "add_prediction", "axis_energies", "class_counts", "entry_classes", "merge_classes", "project_columns",
-    "project_rows", "split_classes", "transform_kernels",
+    "project_rows", "rebuild", "split_classes", "transform_kernels",
 ]  # fmt: skip
 
 View = tuple[int, int, int]
+Prediction = tuple[torch.Tensor, torch.Tensor]  # fp32, R × r, and int8, r × C·K
 Scales = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients, int16
 
 
@@ -97,17 +100,37 @@ def merge_classes(
     return torch.from_numpy(symbols)
 
 
-def add_prediction(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: int, sign: float) -> None:
+def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: float) -> None:
     """Add sign·p to rows `first`, first+1, … in place: p = Σ_t left[i, t]·right[t, q], from the first term on.
 
-    `left` has all rows, fp32; `right` is int8. p is made by itself, from 0 on, and added as one number.
+    p is made by itself, from 0 on, and added as one number.
     """
+    left, right = prediction
     rows = x.view(-1, right.shape[1])
     part = left[first : first + len(rows)]
     total = torch.zeros_like(rows)
-    for t in range(right.shape[0]):
+    for t in range(len(right)):
         total += part[:, t : t + 1] * right[t].float()
     rows += sign * total
+
+
+def rebuild(
+    out: torch.Tensor, symbols: torch.Tensor | None, values: torch.Tensor, outliers: tuple[torch.Tensor, torch.Tensor],
+    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Write what rows `first`, first+1, … stand for to `out`: values of symbols, outliers, prediction, transform.
+
+    No symbols are those of zero everywhere. `outliers` are positions within `out`, ascending, and values to be added.
+    Results are limited to the finite range, and none is −0.
+    """
+    out.zero_() if symbols is None else out.copy_(dequantize(symbols, values))
+    if len(outliers[0]):
+        out[outliers[0]] += outliers[1]
+    if prediction is not None:
+        add_prediction(out, prediction, first, 1.0)
+    transform_kernels(out, matrices, True)
+    out += 0.0
+    out.clamp_(-FLOAT_MAX, FLOAT_MAX)
 
 
 def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:

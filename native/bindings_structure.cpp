@@ -1,0 +1,149 @@
+// Argument checks of the kernels of structured frames.
+#include <cmath>
+
+#include "bindings.h"
+#include "structure.h"
+
+namespace gradwire {
+namespace {
+
+using Scales = nb::ndarray<const int16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Signed = nb::ndarray<const int8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using DoublesOut = Written<double>;
+
+// Square matrices, one after the other; `inverse` takes their rows where the transform takes their columns.
+std::vector<Axis> make_axes(const Floats& matrices, const std::vector<int>& sizes, bool inverse, size_t& kernel) {
+    std::vector<Axis> axes;
+    size_t position = 0;
+    kernel = 1;
+    for (int n : sizes) {
+        require(n >= 1 && n <= 4096 && position + size_t(n) * n <= matrices.size(), "matrices do not fit the axes");
+        Axis axis{n, std::vector<float>(size_t(n) * n)};
+        for (int a = 0; a < n; a++)
+            for (int b = 0; b < n; b++) {
+                const float d = matrices.data()[position + size_t(a) * n + b];
+                axis.rows[inverse ? size_t(a) * n + b : size_t(b) * n + a] = d;
+            }
+        position += size_t(n) * n;
+        kernel *= n;
+        require(kernel <= 4096, "kernels are too large");
+        axes.push_back(std::move(axis));
+    }
+    require(position == matrices.size(), "matrices do not fit the axes");
+    return axes;
+}
+
+void transform(FloatsOut x, Floats matrices, const std::vector<int>& sizes, bool inverse, int threads) {
+    size_t kernel;
+    const std::vector<Axis> axes = make_axes(matrices, sizes, inverse, kernel);
+    require(x.size() % kernel == 0, "x is not made of whole kernels");
+    nb::gil_scoped_release release;
+    transform_kernels(x.data(), x.size(), axes, int(kernel), threads);
+}
+
+void rebuild(std::optional<Bytes> symbols, Floats values, FloatsOut out, size_t width, Ints positions, Floats outliers,
+             Floats left, Signed right, int rank, Floats matrices, const std::vector<int>& sizes, int threads) {
+    size_t kernel;
+    const std::vector<Axis> axes = make_axes(matrices, sizes, true, kernel);
+    const size_t count = out.size();
+    require(width >= 1 && rank >= 0, "bad width or rank");
+    const size_t rows = (count + width - 1) / width;
+    require(!symbols || symbols->size() == count, "symbols has the wrong size");
+    require(!symbols || values.size() == 256, "there must be 256 values");
+    require(positions.size() == outliers.size(), "arrays of outliers differ in size");
+    for (size_t i = 0; i < positions.size(); i++)
+        require(positions.data()[i] >= (i ? positions.data()[i - 1] + 1 : 0) && size_t(positions.data()[i]) < count,
+                "positions must be ascending, and inside");
+    require(left.size() == rows * rank && right.size() == width * rank, "factors have the wrong size");
+    require(kernel == 1 || (width % kernel == 0 && count % width == 0), "rows are not made of whole kernels");
+    require(!rank || count % width == 0, "rows must be whole");
+    const Rebuild r{symbols ? symbols->data() : nullptr, values.data(), count, width, positions.data(), outliers.data(),
+                    positions.size(), left.data(), right.data(), rank, axes.data(), int(axes.size()), int(kernel)};
+    nb::gil_scoped_release release;
+    rebuild_rows(r, out.data(), threads);
+}
+
+void predict(FloatsOut x, Floats left, Signed right, int rank, float sign, int threads) {
+    require(rank >= 1 && right.size() % rank == 0 && right.size() > 0, "factors have the wrong size");
+    const size_t width = right.size() / rank;
+    require(x.size() % width == 0 && left.size() == x.size() / width * rank, "factors have the wrong size");
+    nb::gil_scoped_release release;
+    add_prediction(x.data(), x.size(), width, left.data(), right.data(), rank, sign, threads);
+}
+
+void energies(Floats x, DoublesOut rows, DoublesOut places, int threads) {
+    const size_t width = places.size();
+    require(width >= 1 && rows.size() == (x.size() + width - 1) / width, "energies have the wrong size");
+    nb::gil_scoped_release release;
+    axis_energies(x.data(), x.size(), width, rows.data(), places.data(), threads);
+}
+
+void rows_on_basis(Floats x, Floats basis, FloatsOut out, int threads) {
+    const size_t width = basis.size() / kDirections;
+    require(width >= 1 && basis.size() % kDirections == 0 && x.size() % width == 0, "basis has the wrong size");
+    require(out.size() == x.size() / width * kDirections, "out has the wrong size");
+    nb::gil_scoped_release release;
+    project_rows(x.data(), x.size() / width, width, basis.data(), out.data(), threads);
+}
+
+void columns_on_basis(Floats x, Floats basis, FloatsOut out, int threads) {
+    const size_t rows = basis.size() / kDirections;
+    require(rows >= 1 && basis.size() % kDirections == 0 && x.size() % rows == 0, "basis has the wrong size");
+    require(out.size() == x.size() / rows * kDirections, "out has the wrong size");
+    nb::gil_scoped_release release;
+    project_columns(x.data(), rows, x.size() / rows, basis.data(), out.data(), threads);
+}
+
+Classes make_classes(const Scales& rows, const Scales& columns, const Scales& coefficients, int base, size_t number) {
+    require(rows.size() && columns.size() && coefficients.size(), "there are no scales");
+    require(number >= 1 && number <= 32 && base >= 0 && base <= 255, "bad classes");
+    for (const Scales* scales : {&rows, &columns, &coefficients})
+        for (size_t i = 0; i < scales->size(); i++)
+            require(scales->data()[i] >= 0 && scales->data()[i] <= 63, "bad scale");
+    return {rows.data(), columns.data(), coefficients.data(), rows.size(), columns.size(), coefficients.size(), base,
+            int(number)};
+}
+
+// `positions` has where each class begins, and then where it ends.
+void split(Bytes symbols, Scales rows, Scales columns, Scales coefficients, int base, IntsOut positions,
+           BytesOut streams) {
+    const Classes c = make_classes(rows, columns, coefficients, base, positions.size());
+    require((symbols.size() + c.width() - 1) / c.width() <= c.row_count, "there are more symbols than entries");
+    require(streams.size() == symbols.size(), "streams has the wrong size");
+    nb::gil_scoped_release release;
+    split_classes(c, symbols.data(), symbols.size(), streams.data(), positions.data());
+}
+
+void merge(Bytes streams, IntsOut positions, Bytes zeros, Scales rows, Scales columns, Scales coefficients, int base,
+           size_t first, BytesOut symbols) {
+    const Classes c = make_classes(rows, columns, coefficients, base, positions.size());
+    require(zeros.size() == positions.size(), "there must be a zero for each class");
+    for (size_t t = 0; t < positions.size(); t++)
+        require(positions.data()[t] >= 0 && size_t(positions.data()[t]) <= streams.size(), "bad position");
+    require(first % c.width() == 0, "rows must be whole");
+    require((first + symbols.size() + c.width() - 1) / c.width() <= c.row_count, "there are more symbols than entries");
+    bool good;
+    {
+        nb::gil_scoped_release release;
+        good = merge_classes(c, streams.data(), streams.size(), positions.data(), zeros.data(), first / c.width(),
+                             symbols.size(), symbols.data());
+    }
+    require(good, "a class has too few symbols");
+}
+
+}  // namespace
+
+void bind_structure(nb::module_& m) {
+    m.def("transform_kernels", transform);
+    m.def("structure_rebuild", rebuild, nb::arg("symbols").none(), nb::arg("values"), nb::arg("out"), nb::arg("width"),
+          nb::arg("positions"), nb::arg("outliers"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
+          nb::arg("matrices"), nb::arg("sizes"), nb::arg("threads"));
+    m.def("add_prediction", predict);
+    m.def("axis_energies", energies);
+    m.def("project_rows", rows_on_basis);
+    m.def("project_columns", columns_on_basis);
+    m.def("split_classes", split);
+    m.def("merge_classes", merge);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,79 @@
+// Kernels of structured frames (kernels/reference/structure.py): transforms of kernels, classes, low ranks.
+//
+// Traps:
+// - Transform and prediction decide what a frame decodes to: sums are made from the first term to the last, products
+//   and sums are rounded by themselves, and a prediction is made from 0 on and then added as one number.
+// - Projections and energies are fits, whose bits may differ between instruction sets. But they may not depend on the
+//   number of threads: what is added up is cut in the same places with any number of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace gradwire {
+
+constexpr int kDirections = 16;  // columns of a basis; with fewer, the others are zero
+
+// The axes of a kernel, each with a square matrix: rows[m * size + k] is what entry m adds to result k.
+struct Axis {
+    int size;
+    std::vector<float> rows;
+};
+
+// What makes the values of some rows. Positions of outliers count from the first of these entries.
+struct Rebuild {
+    const uint8_t* symbols;  // null: the remainder is zero
+    const float* values;     // of all 256 symbols
+    size_t count, width;     // entries; of a row
+    const int64_t* positions;
+    const float* outliers;
+    size_t number;
+    const float* left;  // rank numbers for each of these rows
+    const int8_t* right;  // rank × width
+    int rank;
+    const Axis* axes;
+    int axis_count, kernel;  // entries of a kernel; 1: no transform
+};
+
+struct StructureLoops {
+    void (*transform)(float* x, size_t count, const Axis* axes, int axis_count, int kernel);
+    // Rows first … last−1 of the rebuilt tensor, to `out`, which is where row `first` goes.
+    void (*rebuild)(const Rebuild& r, size_t first, size_t last, float* out);
+    void (*predict)(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign);
+    void (*energies)(const float* x, size_t count, size_t width, double* rows, double* places);
+    void (*project_rows)(const float* x, size_t rows, size_t width, const float* basis, float* out);
+    // Of the places first … last−1 of all rows.
+    void (*project_columns)(const float* x, size_t rows, size_t width, size_t first, size_t last, const float* basis,
+                            float* out);
+};
+
+extern const StructureLoops portable_structure;
+#ifdef GRADWIRE_X86
+extern const StructureLoops avx2_structure, avx512_structure;
+#endif
+
+// Scales of rows, columns and coefficients; the class of an entry is their sum less the base, limited.
+struct Classes {
+    const int16_t *rows, *columns, *coefficients;
+    size_t row_count, column_count, coefficient_count;
+    int base, number;
+
+    size_t width() const { return column_count * coefficient_count; }
+};
+
+// `positions` has where in `streams` the next symbol of each class is, and is moved on. False if a class has no more:
+// then it has been asked for entries that it does not have.
+bool split_classes(const Classes& c, const uint8_t* symbols, size_t count, uint8_t* streams, int64_t* positions);
+bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_t* positions, const uint8_t* zeros,
+                   size_t first_row, size_t count, uint8_t* symbols);
+
+void transform_kernels(float* x, size_t count, const std::vector<Axis>& axes, int kernel, int threads);
+void rebuild_rows(const Rebuild& r, float* out, int threads);
+void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
+                    int threads);
+void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads);
+void project_rows(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
+void project_columns(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
+
+}  // namespace gradwire

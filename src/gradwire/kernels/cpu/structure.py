@@ -1,0 +1,112 @@
+"""The kernels of structured frames, by the native module, on all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gradwire import _native
+from gradwire.kernels.conditions import where
+from gradwire.kernels.cpu.native_arguments import as_array, flat_fp32
+from gradwire.kernels.reference.structure import Prediction, Scales, View
+
+__all__ = [
+    "add_prediction", "axis_energies", "merge_classes", "project_columns", "project_rows", "rebuild", "split_classes",
+    "transform_kernels",
+]  # fmt: skip
+
+DIRECTIONS = 16  # columns of a basis, as the native kernels want them
+NO_FLOATS, NO_SIGNED = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int8)
+
+
+def _flat(matrices: Sequence[torch.Tensor]) -> np.ndarray:
+    return np.concatenate([m.numpy().reshape(-1) for m in matrices]) if matrices else NO_FLOATS
+
+
+@where(flat_fp32)
+def transform_kernels(x: torch.Tensor, matrices: Sequence[torch.Tensor], inverse: bool) -> None:
+    """Transform kernels, sixteen side by side."""
+    sizes = [len(matrix) for matrix in matrices]
+    _native.transform_kernels(as_array(x), _flat(matrices), sizes, inverse, torch.get_num_threads())
+
+
+@where(flat_fp32)
+def axis_energies(x: torch.Tensor, shape: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Add up squares in fp64, by sixteen groups of rows."""
+    width = shape[1] * shape[2]
+    rows, places = np.zeros(shape[0]), np.zeros(width)
+    _native.axis_energies(as_array(x), rows[: -(-x.numel() // width)], places, torch.get_num_threads())
+    view = places.reshape(shape[1:])
+    return rows, view.sum(1), view.sum(0)
+
+
+@where(flat_fp32)
+def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: float) -> None:
+    """Add up outer products, in strips that stay in the first-level cache."""
+    left, right = prediction
+    rows = x.numel() // right.shape[1]
+    part = left[first : first + rows].contiguous().view(-1)
+    _native.add_prediction(as_array(x), as_array(part), as_array(right.view(-1)), len(right), sign,
+                           torch.get_num_threads())  # fmt: skip
+
+
+@where(flat_fp32)
+def rebuild(
+    out: torch.Tensor, symbols: torch.Tensor | None, values: torch.Tensor, outliers: tuple[torch.Tensor, torch.Tensor],
+    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Make values in one pass, a few rows at a time."""
+    left, right, rank = NO_FLOATS, NO_SIGNED, 0
+    if prediction is not None:
+        rank = len(prediction[1])
+        left = as_array(prediction[0][first : first + -(-out.numel() // width)].contiguous().view(-1))
+        right = as_array(prediction[1].view(-1))
+    table = np.zeros(256, dtype=np.float32)
+    table[: len(values)] = as_array(values)
+    _native.structure_rebuild(
+        as_array(symbols), table, as_array(out), width, as_array(outliers[0]), as_array(outliers[1]), left, right, rank,
+        _flat(matrices), [len(matrix) for matrix in matrices], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _padded(basis: torch.Tensor) -> np.ndarray:
+    if basis.shape[1] == DIRECTIONS and basis.is_contiguous():
+        return basis.numpy().reshape(-1)
+    wide = np.zeros((len(basis), DIRECTIONS), dtype=np.float32)
+    wide[:, : basis.shape[1]] = basis.numpy()
+    return wide.reshape(-1)
+
+
+@where(flat_fp32)
+def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Return x·basis: in fp32, with the same bits on any number of threads."""
+    out = np.empty(x.numel() // len(basis) * DIRECTIONS, dtype=np.float32)
+    _native.project_rows(as_array(x), _padded(basis), out, torch.get_num_threads())
+    return torch.from_numpy(out.reshape(-1, DIRECTIONS))[:, : basis.shape[1]]
+
+
+@where(flat_fp32)
+def project_columns(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Return xᵀ·basis: in fp32, with the same bits on any number of threads."""
+    out = np.empty(x.numel() // len(basis) * DIRECTIONS, dtype=np.float32)
+    _native.project_columns(as_array(x), _padded(basis), out, torch.get_num_threads())
+    return torch.from_numpy(out.reshape(-1, DIRECTIONS))[:, : basis.shape[1]]
+
+
+def split_classes(symbols: torch.Tensor, scales: Scales, base: int, counts: np.ndarray) -> np.ndarray:
+    """Share symbols among the streams of their classes, by the order that rows of a scale have in common."""
+    streams = np.empty(symbols.numel(), dtype=np.uint8)
+    positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+    _native.split_classes(as_array(symbols), *scales, base, positions, streams)
+    return streams
+
+
+def merge_classes(
+    streams: np.ndarray, positions: np.ndarray, zeros: np.ndarray, scales: Scales, base: int, first: int, count: int
+) -> torch.Tensor:
+    """Put rows together from the streams of all classes."""
+    symbols = np.empty(count, dtype=np.uint8)
+    _native.merge_classes(streams, positions, zeros, *scales, base, first, symbols)
+    return torch.from_numpy(symbols)
