@@ -33,6 +33,11 @@ std::vector<Axis> make_axes(const Floats& matrices, const std::vector<int>& size
     return axes;
 }
 
+Compensated make_source(const Floats& gradient, const std::optional<Floats>& memory, float decay) {
+    require(!memory || memory->size() == gradient.size(), "memory has the wrong size");
+    return {gradient.data(), memory ? memory->data() : nullptr, decay};
+}
+
 void transform(FloatsOut x, Floats matrices, const std::vector<int>& sizes, bool inverse, int threads) {
     size_t kernel;
     const std::vector<Axis> axes = make_axes(matrices, sizes, inverse, kernel);
@@ -42,9 +47,12 @@ void transform(FloatsOut x, Floats matrices, const std::vector<int>& sizes, bool
 }
 
 void rebuild(std::optional<Bytes> symbols, Floats values, FloatsOut out, size_t width, Ints positions, Floats outliers,
-             Floats left, Signed right, int rank, Floats matrices, const std::vector<int>& sizes, int threads) {
+             Floats left, Signed right, int rank, Floats matrices, const std::vector<int>& sizes,
+             std::optional<Floats> gradient, std::optional<Floats> memory, float decay, int threads) {
     size_t kernel;
     const std::vector<Axis> axes = make_axes(matrices, sizes, true, kernel);
+    require(!gradient || gradient->size() == out.size(), "gradient has the wrong size");
+    const Compensated source = gradient ? make_source(*gradient, memory, decay) : Compensated{};
     const size_t count = out.size();
     require(width >= 1 && rank >= 0, "bad width or rank");
     const size_t rows = (count + width - 1) / width;
@@ -58,9 +66,22 @@ void rebuild(std::optional<Bytes> symbols, Floats values, FloatsOut out, size_t 
     require(kernel == 1 || (width % kernel == 0 && count % width == 0), "rows are not made of whole kernels");
     require(!rank || count % width == 0, "rows must be whole");
     const Rebuild r{symbols ? symbols->data() : nullptr, values.data(), count, width, positions.data(), outliers.data(),
-                    positions.size(), left.data(), right.data(), rank, axes.data(), int(axes.size()), int(kernel)};
+                    positions.size(), left.data(), right.data(), rank, axes.data(), int(axes.size()), int(kernel), gradient ? &source : nullptr};
     nb::gil_scoped_release release;
     rebuild_rows(r, out.data(), threads);
+}
+
+void prepare(Floats gradient, std::optional<Floats> memory, float decay, Floats matrices, const std::vector<int>& sizes,
+             FloatsOut x, DoublesOut rows, DoublesOut places, int threads) {
+    size_t kernel;
+    const std::vector<Axis> axes = make_axes(matrices, sizes, false, kernel);
+    const Compensated source = make_source(gradient, memory, decay);
+    const size_t width = places.size();
+    require(x.size() == gradient.size() && width >= 1, "x has the wrong size");
+    require(rows.size() == (x.size() + width - 1) / width, "energies have the wrong size");
+    require(kernel == 1 || (width % kernel == 0 && x.size() % width == 0), "rows are not made of whole kernels");
+    nb::gil_scoped_release release;
+    prepare_rows(source, x.size(), width, axes, int(kernel), x.data(), rows.data(), places.data(), threads);
 }
 
 void predict(FloatsOut x, Floats left, Signed right, int rank, float sign, int threads) {
@@ -92,6 +113,13 @@ void columns_on_basis(Floats x, Floats basis, FloatsOut out, int threads) {
     require(out.size() == x.size() / rows * kDirections, "out has the wrong size");
     nb::gil_scoped_release release;
     project_columns(x.data(), rows, x.size() / rows, basis.data(), out.data(), threads);
+}
+
+void products(Floats a, Floats b, DoublesOut out) {
+    require(a.size() == b.size() && a.size() % kDirections == 0, "columns differ in size");
+    require(out.size() == kDirections * kDirections, "out has the wrong size");
+    nb::gil_scoped_release release;
+    gram(a.data(), b.data(), a.size() / kDirections, out.data());
 }
 
 Classes make_classes(const Scales& rows, const Scales& columns, const Scales& coefficients, int base, size_t number) {
@@ -137,11 +165,15 @@ void bind_structure(nb::module_& m) {
     m.def("transform_kernels", transform);
     m.def("structure_rebuild", rebuild, nb::arg("symbols").none(), nb::arg("values"), nb::arg("out"), nb::arg("width"),
           nb::arg("positions"), nb::arg("outliers"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
-          nb::arg("matrices"), nb::arg("sizes"), nb::arg("threads"));
+          nb::arg("matrices"), nb::arg("sizes"), nb::arg("gradient").none(), nb::arg("memory").none(), nb::arg("decay"),
+          nb::arg("threads"));
+    m.def("structure_prepare", prepare, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"),
+          nb::arg("matrices"), nb::arg("sizes"), nb::arg("x"), nb::arg("rows"), nb::arg("places"), nb::arg("threads"));
     m.def("add_prediction", predict);
     m.def("axis_energies", energies);
     m.def("project_rows", rows_on_basis);
     m.def("project_columns", columns_on_basis);
+    m.def("gram", products);
     m.def("split_classes", split);
     m.def("merge_classes", merge);
 }

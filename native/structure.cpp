@@ -44,6 +44,26 @@ void rebuild_rows(const Rebuild& r, float* out, int threads) {
             [&](size_t first, size_t last) { loops().rebuild(r, first, last, out + first * r.width); });
 }
 
+void prepare_rows(const Compensated& source, size_t count, size_t width, const std::vector<Axis>& axes, int kernel,
+                  float* x, double* rows, double* places, int threads) {
+    const size_t number = rows_of(count, width), together = rows_of(number, kGroups), groups = rows_of(number, together);
+    const size_t block = std::max<size_t>(1, kBlock / width);
+    std::vector<double> sums(groups * width);
+    in_blocks(groups, together * width * 12, threads, [&](size_t first, size_t last) {
+        for (size_t row = first * together, end = std::min(number, last * together); row < end;) {
+            const size_t group = row / together, n = std::min({block, end - row, (group + 1) * together - row});
+            const size_t start = row * width, entries = std::min(count, start + n * width) - start;
+            loops().compensate(source, start, entries, x + start);
+            if (kernel > 1) loops().transform(x + start, entries, axes.data(), int(axes.size()), kernel);
+            loops().energies(x + start, entries, width, rows + row, sums.data() + group * width);
+            row += n;
+        }
+    });
+    std::fill(places, places + width, 0.0);
+    for (size_t g = 0; g < groups; g++)
+        for (size_t q = 0; q < width; q++) places[q] += sums[g * width + q];
+}
+
 void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
                     int threads) {
     in_rows(count / width, width, threads, [&](size_t first, size_t last) {
@@ -80,6 +100,8 @@ void project_columns(const float* x, size_t rows, size_t width, const float* bas
             loops().project_columns(x, rows, width, i * kStripe, std::min(width, (i + 1) * kStripe), basis, out);
     });
 }
+
+void gram(const float* a, const float* b, size_t count, double* out) { loops().gram(a, b, count, out); }
 
 // ── classes ──
 

@@ -21,6 +21,12 @@ struct Axis {
     std::vector<float> rows;
 };
 
+// u = gradient + decay·memory, limited to the finite range; the memory may be null.
+struct Compensated {
+    const float *gradient, *memory;
+    float decay;
+};
+
 // What makes the values of some rows. Positions of outliers count from the first of these entries.
 struct Rebuild {
     const uint8_t* symbols;  // null: the remainder is zero
@@ -34,11 +40,13 @@ struct Rebuild {
     int rank;
     const Axis* axes;
     int axis_count, kernel;  // entries of a kernel; 1: no transform
+    const Compensated* source;  // null, or what values are taken from: then u − value is written
 };
 
 struct StructureLoops {
+    void (*compensate)(const Compensated& source, size_t start, size_t count, float* x);
     void (*transform)(float* x, size_t count, const Axis* axes, int axis_count, int kernel);
-    // Rows first … last−1 of the rebuilt tensor, to `out`, which is where row `first` goes.
+    // Rows first … last−1 of the rebuilt tensor, to `out`, which is where row `first` goes; `out` may be the memory.
     void (*rebuild)(const Rebuild& r, size_t first, size_t last, float* out);
     void (*predict)(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign);
     void (*energies)(const float* x, size_t count, size_t width, double* rows, double* places);
@@ -46,6 +54,7 @@ struct StructureLoops {
     // Of the places first … last−1 of all rows.
     void (*project_columns)(const float* x, size_t rows, size_t width, size_t first, size_t last, const float* basis,
                             float* out);
+    void (*gram)(const float* a, const float* b, size_t count, double* out);
 };
 
 extern const StructureLoops portable_structure;
@@ -70,10 +79,14 @@ bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_
 
 void transform_kernels(float* x, size_t count, const std::vector<Axis>& axes, int kernel, int threads);
 void rebuild_rows(const Rebuild& r, float* out, int threads);
+// u of all entries, transformed, and its energies.
+void prepare_rows(const Compensated& source, size_t count, size_t width, const std::vector<Axis>& axes, int kernel,
+                  float* x, double* rows, double* places, int threads);
 void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
                     int threads);
 void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads);
 void project_rows(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
 void project_columns(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
+void gram(const float* a, const float* b, size_t count, double* out);
 
 }  // namespace gradwire

@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cstring>
 
+#include "quantize.h"
 #include "structure.h"
 
 namespace gradwire {
@@ -14,6 +15,13 @@ constexpr int kMostInKernel = 4096;
 constexpr size_t kStrip = 1024;    // entries of a row that are predicted at a time
 constexpr int kRowsTogether = 4;
 
+// Sixteen numbers, which compilers keep in as many registers as they need.
+typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
+static_assert(kDirections == 16 && kTogether == 16, "a vector has sixteen numbers");
+
+inline Sixteen load16(const float* x) { return *reinterpret_cast<const Sixteen*>(x); }
+inline void store16(float* x, Sixteen v) { *reinterpret_cast<Sixteen*>(x) = v; }
+
 // One axis: y[k] = Σ_m rows[m][k]·x[m], for kTogether kernels in the last dimension.
 inline void along(const Axis& axis, int outer, int inner, const float* x, float* y) {
     const int n = axis.size;
@@ -21,14 +29,13 @@ inline void along(const Axis& axis, int outer, int inner, const float* x, float*
         for (int k = 0; k < n; k++)
             for (int i = 0; i < inner; i++) {
                 const float* from = x + (size_t(o) * n * inner + i) * kTogether;
-                float sum[kTogether];
-                for (int l = 0; l < kTogether; l++) sum[l] = axis.rows[k] * from[l];
+                Sixteen sum = axis.rows[k] * load16(from);
                 for (int m = 1; m < n; m++) {
                     const float factor = axis.rows[m * n + k];
                     from += size_t(inner) * kTogether;
-                    for (int l = 0; l < kTogether; l++) sum[l] = sum[l] + factor * from[l];
+                    sum = sum + factor * load16(from);
                 }
-                std::memcpy(y + ((size_t(o) * n + k) * inner + i) * kTogether, sum, sizeof sum);
+                store16(y + ((size_t(o) * n + k) * inner + i) * kTogether, sum);
             }
 }
 
@@ -55,6 +62,13 @@ void transform_any(float* x, size_t count, const Axis* axes, int axis_count, int
         transform_tile(x + i, int((count - i < tile ? count - i : tile) / kernel), axes, axis_count, kernel, a, b);
 }
 
+void compensate_any(const Compensated& source, size_t start, size_t count, float* x) {
+    const float *g = source.gradient + start, *e = source.memory ? source.memory + start : nullptr;
+    if (!e) std::memcpy(x, g, count * sizeof(float));
+    else
+        for (size_t i = 0; i < count; i++) x[i] = compensated(g[i], e[i], source.decay);
+}
+
 void predict_any(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign) {
     float sum[kStrip];
     for (size_t row = 0; row * width < count; row++, left += rank)
@@ -71,8 +85,11 @@ void predict_any(float* x, size_t count, size_t width, const float* left, const 
         }
 }
 
-void rebuild_any(const Rebuild& r, size_t first, size_t last, float* out) {
+void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     const size_t start = first * r.width, stop = last * r.width < r.count ? last * r.width : r.count, n = stop - start;
+    static thread_local std::vector<float> room;
+    if (r.source) room.resize(n);
+    float* const out = r.source ? room.data() : to;
     if (r.symbols)
         for (size_t i = 0; i < n; i++) out[i] = r.values[r.symbols[start + i]];
     else
@@ -85,8 +102,8 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* out) {
         else high = middle;
     }
     for (; low < r.number && size_t(r.positions[low]) < stop; low++) {
-        float& to = out[size_t(r.positions[low]) - start];
-        to = to + r.outliers[low];
+        float& entry = out[size_t(r.positions[low]) - start];
+        entry = entry + r.outliers[low];
     }
     if (r.rank) predict_any(out, n, r.width, r.left + first * r.rank, r.right, r.rank, 1.0f);
     if (r.kernel > 1) transform_any(out, n, r.axes, r.axis_count, r.kernel);
@@ -94,6 +111,12 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* out) {
         const float x = out[i] + 0.0f;
         out[i] = x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
     }
+    if (!r.source) return;
+    const float *g = r.source->gradient + start, *e = r.source->memory ? r.source->memory + start : nullptr;
+    if (e)
+        for (size_t i = 0; i < n; i++) to[i] = compensated(g[i], e[i], r.source->decay) - out[i];
+    else
+        for (size_t i = 0; i < n; i++) to[i] = g[i] - out[i];
 }
 
 // `places` are the sums over rows.
@@ -119,15 +142,12 @@ void energies_any(const float* x, size_t count, size_t width, double* rows, doub
 
 template <int Rows>
 inline void project_some(const float* x, size_t width, const float* basis, float* out) {
-    float sum[Rows][kDirections] = {};
+    Sixteen sum[Rows] = {};
     for (size_t q = 0; q < width; q++) {
-        const float* b = basis + q * kDirections;
-        for (int r = 0; r < Rows; r++) {
-            const float v = x[r * width + q];
-            for (int d = 0; d < kDirections; d++) sum[r][d] += v * b[d];
-        }
+        const Sixteen b = load16(basis + q * kDirections);
+        for (int r = 0; r < Rows; r++) sum[r] += x[r * width + q] * b;
     }
-    std::memcpy(out, sum, sizeof sum);
+    for (int r = 0; r < Rows; r++) store16(out + r * kDirections, sum[r]);
 }
 
 void project_rows_any(const float* x, size_t rows, size_t width, const float* basis, float* out) {
@@ -140,13 +160,9 @@ void project_rows_any(const float* x, size_t rows, size_t width, const float* ba
 template <int Rows>
 inline void project_back_some(const float* x, size_t width, size_t first, size_t last, const float* basis, float* out) {
     for (size_t q = first; q < last; q++) {
-        float sum[kDirections];
-        std::memcpy(sum, out + q * kDirections, sizeof sum);
-        for (int r = 0; r < Rows; r++) {
-            const float v = x[r * width + q];
-            for (int d = 0; d < kDirections; d++) sum[d] += v * basis[r * kDirections + d];
-        }
-        std::memcpy(out + q * kDirections, sum, sizeof sum);
+        Sixteen sum = load16(out + q * kDirections);
+        for (int r = 0; r < Rows; r++) sum += x[r * width + q] * load16(basis + r * kDirections);
+        store16(out + q * kDirections, sum);
     }
 }
 
@@ -160,8 +176,19 @@ void project_columns_any(const float* x, size_t rows, size_t width, size_t first
     for (; i < rows; i++) project_back_some<1>(x + i * width, width, first, last, basis + i * kDirections, out);
 }
 
+// out[i][j] = Σ a[n][i]·b[n][j], in fp64.
+void gram_any(const float* a, const float* b, size_t count, double* out) {
+    double sum[kDirections][kDirections] = {};
+    for (size_t n = 0; n < count; n++)
+        for (int i = 0; i < kDirections; i++) {
+            const double v = a[n * kDirections + i];
+            for (int j = 0; j < kDirections; j++) sum[i][j] += v * double(b[n * kDirections + j]);
+        }
+    std::memcpy(out, sum, sizeof sum);
+}
+
 constexpr StructureLoops structure_loops() {
-    return {transform_any, rebuild_any, predict_any, energies_any, project_rows_any, project_columns_any};
+    return {compensate_any, transform_any, rebuild_any, predict_any, energies_any, project_rows_any, project_columns_any, gram_any};
 }
 
 }  // namespace

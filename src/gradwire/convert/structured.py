@@ -36,6 +36,8 @@ FEWEST_IN_BLOCKS = 4096  # entries: shorter vectors are grid frames
 LOG_BLOCKS = (4, 5, 6, 7)  # that an encoder tries
 CLEARLY_SMOOTH = 0.02  # bits an entry that a transform has to save
 FEW_OUTLIERS = 1 / 4096  # part of the entries
+LOOKED_AT = 1 << 18  # entries by which blocks are chosen
+SCALE_BITS = 2.5  # of a block: about what telling it costs
 CACHED = 1 << 20  # entries that are rebuilt at a time
 REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
 
@@ -51,14 +53,17 @@ class _Content:
     outliers: Outliers
     dtype: torch.dtype
 
-    def write_values(self, symbols: torch.Tensor | None, rows: _Rows, out: torch.Tensor) -> None:
-        """Write the values of these rows to `out`, as fp32 numbers, not yet rounded to the tensor's dtype."""
+    def write_values(self, symbols: torch.Tensor | None, rows: _Rows, out: torch.Tensor, source: kernels.Source | None = None) -> None:
+        """Write the values of these rows to `out`, as fp32 numbers, not yet rounded to the tensor's dtype.
+
+        With a source, what it has beyond these values is written instead.
+        """
         start, stop = np.searchsorted(self.outliers[0], (rows.entries.start, rows.entries.stop))
         positions = torch.from_numpy(self.outliers[0][start:stop] - rows.entries.start)
         apart = self.points.of(torch.from_numpy(self.outliers[1][start:stop]))
         kernels.rebuild(
             out, symbols, table(self.points, max(1, self.largest)), (positions, apart), self.prediction, rows.first,
-            self.view.width, self.view.matrices,
+            self.view.width, self.view.matrices, source,
         )  # fmt: skip
 
 
@@ -105,10 +110,7 @@ class Structured(Converter):
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload and update the error memory, as `Converter.encode` promises."""
-        conversion.require_finite()
-        u = conversion.compensated()
-        view, x = self._view(u, conversion.shape)
-        energies = kernels.axis_energies(x, view.shape)
+        view, x, energies = self._prepared(conversion)
         distortion = self.nmse * float(energies[0].sum())
         factors = fit_factors(x, view, distortion, self.rank)
         if (prediction := factors.prediction) is not None:
@@ -118,7 +120,7 @@ class Structured(Converter):
         head = view.fields + factors.fields
         if left <= distortion * (1 + REDUNDANT):
             content = _Content(view, prediction, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
-            _remember(conversion, u, content, None)
+            _remember(conversion, content, None)
             return write(out, head, bytes([0]))
         grid = _fit_grid(x, distortion / left)
         points = Points(grid.step, grid.offsets, torch.float32)
@@ -129,23 +131,26 @@ class Structured(Converter):
         classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
         coded = _cheapest([classes, one_class(view)], symbols, grid.largest)
         apart = write_outliers(outliers, grid.largest)
-        _remember(conversion, u, _Content(view, prediction, points, grid.largest, outliers, conversion.dtype), symbols)
+        _remember(conversion, _Content(view, prediction, points, grid.largest, outliers, conversion.dtype), symbols)
         offsets = bytes([len(grid.offsets), *(d & 255 for d in grid.offsets)])
         side = bytes([grid.largest]) + offsets + bfloat16(grid.step)
         return write(out, head, side, coded[0].fields, varint(len(apart)), coded[1], apart)
 
-    def _view(self, u: torch.Tensor, shape: tuple[int, ...]) -> tuple[TensorView, torch.Tensor]:
-        """Return how to look at the tensor, and a copy of it, transformed if that is worth it."""
-        if self.transform and (view := as_kernels(shape)) is not None:
-            x = u.clone()
-            kernels.transform_kernels(x, view.matrices, False)
-            energies = kernels.axis_energies(x, view.shape)[2]
-            if _saved(energies) > CLEARLY_SMOOTH and np.isfinite(energies).all():
-                return view, x
-        view = as_matrix(shape)
+    def _prepared(self, conversion: Conversion) -> tuple[TensorView, torch.Tensor, kernels.Energies]:
+        """Return how to look at the tensor, what is to be coded of it before any prediction, and its energies."""
+        source = (conversion.gradient, conversion.memory, conversion.decay)
+        smooth = as_kernels(conversion.shape) if self.transform else None
+        if smooth is not None:
+            x, energies = kernels.prepare(source, smooth.shape, smooth.matrices)
+            if _saved(energies[2]) > CLEARLY_SMOOTH:
+                return smooth, x, energies
+        view = as_matrix(conversion.shape)
         if view is None or min(view.shape[:2]) < 2:
-            view = _best_blocks(u)
-        return view, u.clone()
+            view = _best_blocks(conversion)
+        x, energies = kernels.prepare(source, view.shape, [])
+        if not math.isfinite(energies[0].sum()):
+            conversion.require_finite()
+        return view, x, energies
 
 
 def _saved(energies: np.ndarray) -> float:
@@ -156,15 +161,15 @@ def _saved(energies: np.ndarray) -> float:
     return -float(np.log2(np.maximum(energies / mean, 2.0**-20)).mean()) / 2
 
 
-def _best_blocks(u: torch.Tensor) -> TensorView:
+def _best_blocks(conversion: Conversion) -> TensorView:
     """Return the blocks whose scales tell the most for what they cost, by the first entries of the tensor."""
-    part = u[: 1 << 18]
+    part = conversion.slice(0, min(conversion.count, LOOKED_AT)).compensated()
     best = (-math.inf, LOG_BLOCKS[-1])
     for log_block in LOG_BLOCKS:
         view = as_blocks(part.numel(), log_block)
-        saved = _saved(kernels.axis_energies(part, view.shape)[0]) - 2.5 / (1 << log_block)
+        saved = _saved(kernels.axis_energies(part, view.shape)[0]) - SCALE_BITS / (1 << log_block)
         best = max(best, (saved, log_block))
-    return as_blocks(u.numel(), best[1])
+    return as_blocks(conversion.count, best[1])
 
 
 def _fit_grid(x: torch.Tensor, nmse: float) -> MeasuredGrid:
@@ -233,16 +238,20 @@ def _no_outliers() -> Outliers:
     return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
 
-def _remember(conversion: Conversion, u: torch.Tensor, content: _Content, symbols: torch.Tensor | None) -> None:
+def _remember(conversion: Conversion, content: _Content, symbols: torch.Tensor | None) -> None:
     """Write what the frame leaves out to the error memory: u less what will be decoded."""
     if conversion.memory_out is None:
         return
     for rows in _row_blocks(content.view, CACHED):
-        values = torch.empty(rows.entries.stop - rows.entries.start, dtype=torch.float32, device="cpu")
-        content.write_values(None if symbols is None else symbols[rows.entries], rows, values)
-        if content.dtype != torch.float32:
-            values = limit_to(values, content.dtype).float()
-        torch.sub(u[rows.entries], values, out=conversion.memory_out[rows.entries])
+        part = None if symbols is None else symbols[rows.entries]
+        memory = None if conversion.memory is None else conversion.memory[rows.entries]
+        source, out = (conversion.gradient[rows.entries], memory, conversion.decay), conversion.memory_out[rows.entries]
+        if content.dtype == torch.float32:
+            content.write_values(part, rows, out, source)
+            continue
+        values = torch.empty(len(out), dtype=torch.float32, device="cpu")
+        content.write_values(part, rows, values)
+        torch.sub(kernels.compensate(*source), limit_to(values, content.dtype).float(), out=out)
 
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────

@@ -10,11 +10,11 @@ import torch
 from gradwire import _native
 from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, flat_fp32
-from gradwire.kernels.reference.structure import Prediction, Scales, View
+from gradwire.kernels.reference.structure import Energies, Prediction, Scales, Source, View
 
 __all__ = [
-    "add_prediction", "axis_energies", "merge_classes", "project_columns", "project_rows", "rebuild", "split_classes",
-    "transform_kernels",
+    "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns", "project_rows", "rebuild",
+    "split_classes", "transform_kernels",
 ]  # fmt: skip
 
 DIRECTIONS = 16  # columns of a basis, as the native kernels want them
@@ -33,13 +33,26 @@ def transform_kernels(x: torch.Tensor, matrices: Sequence[torch.Tensor], inverse
 
 
 @where(flat_fp32)
-def axis_energies(x: torch.Tensor, shape: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def axis_energies(x: torch.Tensor, shape: View) -> Energies:
     """Add up squares in fp64, by sixteen groups of rows."""
     width = shape[1] * shape[2]
     rows, places = np.zeros(shape[0]), np.zeros(width)
     _native.axis_energies(as_array(x), rows[: -(-x.numel() // width)], places, torch.get_num_threads())
     view = places.reshape(shape[1:])
     return rows, view.sum(1), view.sum(0)
+
+
+def prepare(source: Source, shape: View, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Energies]:
+    """Compensate, transform and measure a few rows at a time."""
+    gradient, memory, decay = source
+    width = shape[1] * shape[2]
+    x, rows, places = torch.empty_like(gradient), np.zeros(shape[0]), np.zeros(width)
+    _native.structure_prepare(
+        as_array(gradient), as_array(memory), decay, _flat(matrices), [len(m) for m in matrices], as_array(x), rows,
+        places, torch.get_num_threads(),
+    )  # fmt: skip
+    view = places.reshape(shape[1:])
+    return x, (rows, view.sum(1), view.sum(0))
 
 
 @where(flat_fp32)
@@ -55,7 +68,7 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
 @where(flat_fp32)
 def rebuild(
     out: torch.Tensor, symbols: torch.Tensor | None, values: torch.Tensor, outliers: tuple[torch.Tensor, torch.Tensor],
-    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor],
+    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor], source: Source | None = None,
 ) -> None:  # fmt: skip
     """Make values in one pass, a few rows at a time."""
     left, right, rank = NO_FLOATS, NO_SIGNED, 0
@@ -63,11 +76,13 @@ def rebuild(
         rank = len(prediction[1])
         left = as_array(prediction[0][first : first + -(-out.numel() // width)].contiguous().view(-1))
         right = as_array(prediction[1].view(-1))
+    gradient, decay = (source[:2], source[2]) if source is not None else ((None, None), 0.0)
     table = np.zeros(256, dtype=np.float32)
     table[: len(values)] = as_array(values)
     _native.structure_rebuild(
         as_array(symbols), table, as_array(out), width, as_array(outliers[0]), as_array(outliers[1]), left, right, rank,
-        _flat(matrices), [len(matrix) for matrix in matrices], torch.get_num_threads(),
+        _flat(matrices), [len(matrix) for matrix in matrices], *map(as_array, gradient), decay,
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -93,6 +108,14 @@ def project_columns(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     out = np.empty(x.numel() // len(basis) * DIRECTIONS, dtype=np.float32)
     _native.project_columns(as_array(x), _padded(basis), out, torch.get_num_threads())
     return torch.from_numpy(out.reshape(-1, DIRECTIONS))[:, : basis.shape[1]]
+
+
+@where(flat_fp32)
+def gram(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
+    """Return aᵀ·b."""
+    out = np.empty(DIRECTIONS * DIRECTIONS)
+    _native.gram(_padded(a), _padded(b), out)
+    return out.reshape(DIRECTIONS, DIRECTIONS)[: a.shape[1], : b.shape[1]]
 
 
 def split_classes(symbols: torch.Tensor, scales: Scales, base: int, counts: np.ndarray) -> np.ndarray:

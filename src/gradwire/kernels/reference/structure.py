@@ -11,15 +11,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradwire.kernels.reference.quantize import FLOAT_MAX, dequantize
+from gradwire.kernels.reference.quantize import FLOAT_MAX, compensate, dequantize
 
 __all__ = [
-    "add_prediction", "axis_energies", "class_counts", "entry_classes", "merge_classes", "project_columns",
-    "project_rows", "rebuild", "split_classes", "transform_kernels",
+    "Energies", "Source", "add_prediction", "axis_energies", "class_counts", "entry_classes", "gram", "merge_classes", "project_columns",
+    "prepare", "project_rows", "rebuild", "split_classes", "transform_kernels",
 ]  # fmt: skip
 
 View = tuple[int, int, int]
 Prediction = tuple[torch.Tensor, torch.Tensor]  # fp32, R × r, and int8, r × C·K
+Energies = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients
+Source = tuple[torch.Tensor, torch.Tensor | None, float]  # gradient, error memory and decay
 Scales = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients, int16
 
 
@@ -40,13 +42,20 @@ def transform_kernels(x: torch.Tensor, matrices: Sequence[torch.Tensor], inverse
         view.copy_(total)
 
 
-def axis_energies(x: torch.Tensor, shape: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def axis_energies(x: torch.Tensor, shape: View) -> Energies:
     """Return the sums of squares of every row, column and coefficient. Fits may differ in the last bits."""
     rows, columns, coefficients = shape
     squares = np.zeros(rows * columns * coefficients)
     squares[: x.numel()] = np.square(x.numpy().astype(np.float64))
     view = squares.reshape(shape)
     return view.sum((1, 2)), view.sum((0, 2)), view.sum((0, 1))
+
+
+def prepare(source: Source, shape: View, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Energies]:
+    """Return u = g + decay·e, with its kernels transformed, and the energies of the result."""
+    x = compensate(*source).clone()
+    transform_kernels(x, matrices, False)
+    return x, axis_energies(x, shape)
 
 
 def entry_classes(scales: Scales, base: int, classes: int, first: int, count: int) -> np.ndarray:
@@ -116,13 +125,19 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
 
 def rebuild(
     out: torch.Tensor, symbols: torch.Tensor | None, values: torch.Tensor, outliers: tuple[torch.Tensor, torch.Tensor],
-    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor],
+    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor], source: Source | None = None,
 ) -> None:  # fmt: skip
     """Write what rows `first`, first+1, … stand for to `out`: values of symbols, outliers, prediction, transform.
 
     No symbols are those of zero everywhere. `outliers` are positions within `out`, ascending, and values to be added.
-    Results are limited to the finite range, and none is −0.
+    Results are limited to the finite range, and none is −0. With a `source`, u minus that is written instead; `out` may
+    be its memory.
     """
+    if source is not None:
+        values_of_rows = torch.empty_like(out)
+        rebuild(values_of_rows, symbols, values, outliers, prediction, first, width, matrices)
+        torch.sub(compensate(*source), values_of_rows, out=out)
+        return
     out.zero_() if symbols is None else out.copy_(dequantize(symbols, values))
     if len(outliers[0]):
         out[outliers[0]] += outliers[1]
@@ -131,6 +146,11 @@ def rebuild(
     transform_kernels(out, matrices, True)
     out += 0.0
     out.clamp_(-FLOAT_MAX, FLOAT_MAX)
+
+
+def gram(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
+    """Return aᵀ·b in fp64, for two sets of a few columns. A fit, as `project_rows`."""
+    return np.einsum("ni,nj->ij", a.numpy().astype(np.float64), b.numpy().astype(np.float64))
 
 
 def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
