@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from gradwire import compress, kernels
+from gradwire.compress import rans
 from gradwire.convert.blocks import WIDEST, combine
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.ecq import Ecq, Points, read_points, table
@@ -222,7 +223,12 @@ class _Stream:
             return b""
         if not self._largest:
             return bytes([0])
-        data = compress.encode(self._symbols - np.uint8(self._shift), self._alphabet, self._coding)
+        symbols, coding = self._symbols - np.uint8(self._shift), self._coding
+        if coding.coder == compress.RANS:
+            coded = rans.encode(symbols, coding.table, coding.precision, coding.expected_bits, hasten=True)
+            data = coding.head + coded.tobytes()
+        else:
+            data = compress.encode(symbols, self._alphabet, coding)
         return bytes([self._largest]) + varint(len(data)) + data
 
 
