@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class Factors:
             return None
         return self.rows.float() * torch.tensor(self.scales, dtype=torch.float32, device="cpu"), self.columns
 
-    @property
+    @cached_property
     def fields(self) -> bytes:
         """The bytes of all terms."""
         parts = [bytes([self.rank])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from gradwire.frame.byte_fields import Reader, varint
 MOST_CLASSES, MOST_SCALE, MOST_BASE = 32, 63, 255
 LOWEST = -3.0  # log₂ of the scale, in steps, below which entries are as good as all zero: they share class 0
 FINE, COARSE = 2, 1  # scales to a factor of two
-LARGE = 1 << 15  # entries: from here on a table for every half of a factor of two is worth its bytes
+LARGE = 1 << 17  # entries: from here on a table for every half of a factor of two is worth its bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ScaleClasses:
             return np.array([count])
         return kernels.class_counts(self.scales, self.base, self.classes, count)
 
-    @property
+    @cached_property
     def fields(self) -> bytes:
         """The bytes that say all of this."""
         if self.classes == 1:
