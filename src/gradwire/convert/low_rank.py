@@ -33,6 +33,7 @@ LOOKED_AT = 32  # rows, and columns, by which the bits of a remainder are estima
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16)  # numbers of terms that are compared
 BEYOND = 0.25  # what a grid takes beyond the rate of Gaussian entries, up to a quarter of a bit
 FIELDS = 30  # bytes: about what a term takes beside its factors
+ORDINARY = (1e-50, 1e24)  # mean squares with which sums and products stay within the range of fp32
 WEAKEST = 1e-6  # direction beside the strongest
 CELL = 12.0  # a step that rounds evenly has an error of step²/12
 
@@ -92,7 +93,8 @@ def fit_factors(x: torch.Tensor, view: TensorView, distortion: float, limit: int
     if sought < 1 or min(view.shape[0], view.width) < SMALLEST_SIDE:
         return no_factors(view)
     energies = kernels.axis_energies(x, (view.shape[0], view.width, 1))
-    if not energies[0].sum() > distortion:
+    mean = float(energies[0].sum()) / view.count
+    if not mean * view.count > distortion or not ORDINARY[0] < mean < ORDINARY[1]:
         return no_factors(view)
     left, strengths, right = _directions(x, view, min(SOUGHT, view.shape[0], view.width))
     cell = math.sqrt(CELL * distortion / view.count)
