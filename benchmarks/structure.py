@@ -4,9 +4,10 @@
 
 FOLDER holds NAME.npz files, one for each network, of fp32 gradients with their shapes; where a file has an array
 `layers`, its other arrays are flat gradients of several layers, one after the other, which have these lengths; a flat
-layer whose entries look like 3×3 kernels, one after the other, is taken for such. Frames are whole frames, headers included. Every method is brought to the same relative squared error, within 1%: that of
-CO3's fp4, 6% and 20%. zstd gets the symbols of ecq, packed to nibbles where they fit. NNCodec is measured where PYTHON
-is the interpreter of an environment that has it (`pip install 'numpy<2' nncodec==2.1.3`); it gets matrices.
+layer whose entries look like 3×3 kernels, one after the other, is taken for such. Frames are whole frames, headers
+included. Every method is brought to the same relative squared error, within 1%: that of CO3's fp4, 6% and 20%. zstd
+gets the symbols of ecq, packed to nibbles where they fit. NNCodec is measured where PYTHON is the interpreter of an
+environment that has it (`pip install 'numpy<2' nncodec==2.1.3`); it gets matrices.
 """
 
 from __future__ import annotations
