@@ -109,7 +109,7 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     if (r.kernel > 1) transform_any(out, n, r.axes, r.axis_count, r.kernel);
     for (size_t i = 0; i < n; i++) {
         const float x = out[i] + 0.0f;
-        out[i] = x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+        out[i] = x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x == x ? x : 0.0f;
     }
     if (!r.source) return;
     const float *g = r.source->gradient + start, *e = r.source->memory ? r.source->memory + start : nullptr;

@@ -114,6 +114,7 @@ FAMILIES = {
     "countsketch": {"rows": 3, "columns": 100, "kept": 30, "cells": "fp32"},
     "ecq": {},
     "homomorphic:p=all": {"index": "dense", "index bytes": 0, "sketch bytes": 12_000},
+    "structured": {"view": "matrix", "rank": 0, "factor bytes": 1, "outliers": 0, "outlier bytes": 0},
 }
 
 
@@ -121,7 +122,7 @@ FAMILIES = {
 def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
     frame = gradwire.codec(spec).encode(gradient(3000).view(30, 100))
     report, plain = frames.describe(frame), plain_decode(frame)
-    names = ["stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic"]
+    names = ["stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic", "structured"]
     assert report.codec == names[plain.codec]
     assert report.details.items() >= FAMILIES[spec].items()
     assert (report.header_bytes, report.frame_bytes) == (plain.header_bytes, len(frame))
@@ -130,11 +131,34 @@ def test_what_only_some_codecs_have(tmp_path: Path, spec: str) -> None:
         assert used == len(plain.payload) - report.side_bytes - report.details["value bytes"]
         assert report.details["bits per position"] == pytest.approx(8 * used / len(plain.positions), abs=1e-3)
         assert report.coder == ("classes" if plain.kind >> 4 else "golomb")
-    elif report.codec not in ("sketch", "homomorphic"):
+    elif report.codec not in ("sketch", "homomorphic", "structured"):
         assert report.coder == CODERS[plain.coder]
         assert (report.frequencies or []) == plain.frequencies
     text = inspect(write(tmp_path / "a.gw", frame))
     assert all(name in text for name in report.details)
+
+
+def test_where_the_bytes_of_a_structured_frame_go(tmp_path: Path) -> None:
+    rows, columns = gradient(60, 1, scale=1.0).view(60, 1), gradient(50, 2, scale=1.0)
+    kernels = (gradient(640, 3).view(64, 10, 1, 1) * torch.ones(3, 3)) + 1e-5 * gradient(5760, 4).view(64, 10, 3, 3)
+    for tensor, view in (
+        (rows * columns + 0.5 * gradient(3000, scale=1.0).view(60, 50), "matrix of 60×50"),
+        (kernels, "kernels of 64×10×9"), (gradient(4100) * 2.0 ** (torch.arange(4100) // 999 * 4), "blocks of "),
+        (rows * columns * 0, "matrix of 60×50"),
+    ):  # fmt: skip
+        frame = gradwire.codec("structured").encode(tensor)
+        report, plain = frames.describe(frame), plain_decode(frame)
+        assert report.format is not None and report.format.startswith(view)
+        assert (report.details["rank"], report.header_bytes) == (len(plain.terms), plain.header_bytes)
+        assert report.frame_bytes == len(frame)
+        if plain.symbols:
+            assert report.details["symbols"] == len(plain.levels)
+            assert report.details["classes"] > max(plain.classes)
+            assert report.details["outliers"] == len(plain.positions)
+            assert report.details["class bytes"] + report.details["outlier bytes"] == report.symbol_bytes
+        else:
+            assert (report.symbol_bytes, report.steps) == (0, [])
+        assert all(name in inspect(write(tmp_path / "a.gw", frame)) for name in report.details)
 
 
 @for_each("spec", ["orq:coder=raw", "sbc:positions=rans", "stc", "m22", "countsketch", "ecq"])

@@ -9,6 +9,7 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass, field
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 
@@ -25,8 +26,10 @@ DTYPES = (
 FORMATS = [  # sign, exponent and mantissa bits, bias, special
     (1, 2, 1, 1, 1), (1, 5, 2, 15, 1), (1, 2, 1, 1, 0), (1, 4, 3, 7, 2), (1, 5, 2, 15, 1), (1, 4, 3, 10, 1)
 ]  # fmt: skip
-STORED, MINIFLOAT, CAST, GRID, LEVELS, SPARSE, SKETCH, HOMOMORPHIC = range(8)
+STORED, MINIFLOAT, CAST, GRID, LEVELS, SPARSE, SKETCH, HOMOMORPHIC, STRUCTURED = range(9)
 SEGMENTED = 2
+BLOCKS, MATRIX, KERNELS = range(3)
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
 
 @dataclass
@@ -46,6 +49,10 @@ class Plain(Coded):
     kind: int | None = None  # sparse: of values and positions
     magnitudes: list[float] = field(default_factory=list)  # sparse: that symbols stand for
     positions: list[int] = field(default_factory=list)  # those that are sent, of a sparse frame; outliers of a grid
+    view: int | None = None  # structured: blocks, matrix or kernels; also the fields below
+    sizes: tuple[int, int, int] = (0, 0, 0)  # rows, columns and coefficients
+    terms: list[tuple[float, list[int], list[int]]] = field(default_factory=list)
+    classes: list[int] = field(default_factory=list)  # of all entries
     tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
@@ -75,7 +82,7 @@ def _fill(found: Plain) -> None:
     at = Bytes(found.payload)
     read = {
         STORED: _stored, MINIFLOAT: _minifloat, CAST: _cast, GRID: _grid, LEVELS: _levels, SPARSE: _sparse,
-        SKETCH: _sketch, HOMOMORPHIC: _homomorphic,
+        SKETCH: _sketch, HOMOMORPHIC: _homomorphic, STRUCTURED: _structured,
     }[found.codec]  # fmt: skip
     found.tensor = read(found, at).reshape(found.shape)
     assert at.at == len(at.data)
@@ -160,12 +167,14 @@ def _grid(found: Plain, at: Bytes) -> torch.Tensor:
         assert multiples[index] == 0
         multiples[index] = multiple
         found.positions.append(index)
-    values = []
-    for m, step in zip(multiples, steps, strict=True):
-        d = offsets[min(abs(m), number) - 1] / 256 if number and m else 0
-        level = float(np.float32(abs(m) + d))
-        values.append(plain_value(-level if m < 0 else level, step, found.dtype))
-    return torch.stack(values)
+    pairs = zip(multiples, steps, strict=True)
+    return torch.stack([_grid_value(m, offsets, step, found.dtype) for m, step in pairs])
+
+
+def _grid_value(m: int, offsets: tuple[int, ...], step: float, dtype: torch.dtype) -> torch.Tensor:
+    d = offsets[min(abs(m), len(offsets)) - 1] / 256 if offsets and m else 0
+    level = float(np.float32(abs(m) + d))
+    return plain_value(-level if m < 0 else level, step, dtype)
 
 
 def _outliers(at: Bytes, largest: int) -> list[tuple[int, int]]:
@@ -306,3 +315,110 @@ def _homomorphic(found: Plain, at: Bytes) -> torch.Tensor:
     words = plain_words(at, kind & 3, (1, 4, 16)[kind >> 2 & 3], -(-found.count * bits // 32))
     codes = [q for word in words for q in unpacked(word, bits)][: found.count]
     return torch.stack([limited(float(np.float32(q * step)), found.dtype) for q in codes])
+
+
+# ── codec 8: structured ───────────────────────────────────────────────────────────────────────────
+
+
+def _structured(found: Plain, at: Bytes) -> torch.Tensor:
+    found.view = at.byte()
+    rows, columns, coefficients = found.sizes = _sizes(found, at)
+    width = columns * coefficients
+    found.terms = [_term(at, rows, width) for _ in range(at.byte())]
+    largest = at.byte()
+    x = _remainder(found, at, largest) if largest else np.zeros(found.count, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if found.terms:
+            x += _prediction(found.terms, rows, width).ravel()
+        if found.view == KERNELS:
+            x = _transformed_back(x, found.shape)
+    x[np.isnan(x)] = 0
+    values = torch.stack([limited(float(value), found.dtype) for value in x])
+    return torch.where(values == 0, torch.zeros_like(values), values)
+
+
+def _sizes(found: Plain, at: Bytes) -> tuple[int, int, int]:
+    if found.view == BLOCKS:
+        block = 2 ** at.byte()
+        return -(-found.count // block), block, 1
+    if found.view == MATRIX:
+        return found.shape[0], math.prod(found.shape[1:]), 1
+    return found.shape[0], found.shape[1], math.prod(found.shape[2:])
+
+
+def _coded_numbers(at: Bytes, count: int, alphabet: int, zero: int) -> list[int]:
+    inner = Coded()
+    read_symbols(inner, Bytes(at.take(at.varint())), count, alphabet, zero)
+    return inner.symbols
+
+
+def _term(at: Bytes, rows: int, width: int) -> tuple[float, list[int], list[int]]:
+    s, m = at.bfloat16(), at.byte()
+    numbers = [symbol - m for symbol in _coded_numbers(at, rows + width, 2 * m + 1, m)]
+    return s, numbers[:rows], numbers[rows:]
+
+
+def _prediction(terms: list[tuple[float, list[int], list[int]]], rows: int, width: int) -> np.ndarray:
+    p = np.zeros((rows, width), dtype=np.float32)
+    for s, a, b in terms:
+        left = np.float32(s) * np.array(a, dtype=np.float32)
+        p += left[:, None] * np.array(b, dtype=np.float32)[None, :]
+    return p
+
+
+def _remainder(found: Plain, at: Bytes, largest: int) -> np.ndarray:
+    number = at.byte()
+    offsets = struct.unpack(f"<{number}b", at.take(number))
+    step = at.bfloat16()
+    classes = at.byte()
+    found.classes = _classes_of(found, at, classes) if classes > 1 else [0] * found.count
+    length = at.varint()
+    multiples = [0] * found.count
+    for t in range(classes):
+        members = [i for i, c in enumerate(found.classes) if c == t]
+        top = at.byte() if members else 0
+        symbols = _coded_numbers(at, len(members), 2 * top + 1, top) if top else [0] * len(members)
+        for i, symbol in zip(members, symbols, strict=True):
+            multiples[i] = symbol - top
+    found.levels, found.symbols = np.arange(-largest, largest + 1), [m + largest for m in multiples]
+    for index, multiple in _outliers(at, largest) if length else []:
+        assert multiples[index] == 0
+        multiples[index] = multiple
+        found.positions.append(index)
+    return np.array([float(_grid_value(m, offsets, step, torch.float32)) for m in multiples], dtype=np.float32)
+
+
+def _classes_of(found: Plain, at: Bytes, classes: int) -> list[int]:
+    base, scales = at.byte(), []
+    for size in found.sizes:
+        top = at.byte() if size > 1 else 0
+        scales.append(_coded_numbers(at, size, top + 1, (top + 1) // 2) if top else [0] * size)
+    rho, kappa, lamda = scales
+    sums = [r + k + x - base for r in rho for k in kappa for x in lamda]
+    return [min(classes - 1, max(0, total)) for total in sums[: found.count]]
+
+
+@lru_cache(maxsize=4096)
+def plain_cosine(n: int, k: int, m: int) -> Decimal:
+    """D(k, m) to some forty digits, by the series of the cosine."""
+    with localcontext() as context:
+        context.prec = 60
+        x = PI * ((2 * m + 1) * k % (4 * n)) / (2 * n)
+        term = total = Decimal(1)
+        for i in range(1, 60):
+            term *= -x * x / ((2 * i - 1) * (2 * i))
+            total += term
+        return total * (Decimal(2 if k else 1) / n).sqrt()
+
+
+def _transformed_back(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    y = x.reshape(shape)
+    for axis in range(2, len(shape)):
+        n = shape[axis]
+        before, y = np.moveaxis(y, axis, -1), np.zeros_like(y)
+        for m in range(n):
+            total = np.float32(plain_cosine(n, 0, m)) * before[..., 0]
+            for k in range(1, n):
+                total = total + np.float32(plain_cosine(n, k, m)) * before[..., k]
+            np.moveaxis(y, axis, -1)[..., m] = total
+    return y.reshape(-1)

@@ -51,12 +51,12 @@ class Factors:
         """The number of terms."""
         return len(self.scales)
 
-    @property
-    def prediction(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The factors as kernels take them, s·a and b; None if there are no terms."""
+    def prediction_of(self, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the factors of these rows as kernels take them, s·a and b; None if there are no terms."""
         if not self.rank:
             return None
-        return self.rows.float() * torch.tensor(self.scales, dtype=torch.float32, device="cpu"), self.columns
+        scales = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
+        return self.rows[first : first + rows].float() * scales, self.columns
 
     @cached_property
     def fields(self) -> bytes:

@@ -29,8 +29,8 @@ def write_outliers(outliers: Outliers, largest: int) -> bytes:
     return varint(len(positions)) + bytes([a, b]) + codes
 
 
-def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
-    """Read a list of outliers, all of whose positions are below `elements`."""
+def read_outliers(data: memoryview, elements: int, largest: int, capacity: int | None = None) -> Outliers:
+    """Read a list of at most `capacity` outliers, all of whose positions are below `elements`."""
     if not len(data):
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     reader = Reader(data)
@@ -38,7 +38,7 @@ def read_outliers(data: memoryview, elements: int, largest: int) -> Outliers:
     a, b = reader.byte(), reader.byte()
     codes = reader.rest()
     # No encoder lists more than this: they would take more memory than their tensor.
-    too_many = count > min(kernels.grid_capacity(elements), 8 * len(codes))
+    too_many = count > min(kernels.grid_capacity(elements) if capacity is None else capacity, 8 * len(codes))
     if not count or a > kernels.GAP_LIMIT or b > kernels.EXCESS_LIMIT or too_many:
         raise FrameError("invalid outliers")
     return kernels.unpack_outliers(codes, count, elements, largest, a, b)

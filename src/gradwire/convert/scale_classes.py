@@ -32,6 +32,13 @@ class ScaleClasses:
     base: int
     classes: int
 
+    def scales_of(self, entries: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the scales of the rows that these entries are, as kernels take them, and those of all columns."""
+        rows, columns, coefficients = self.scales
+        width = len(columns) * len(coefficients)
+        part = rows[entries.start // width : -(-entries.stop // width)]
+        return part.astype(np.int16), columns.astype(np.int16), coefficients.astype(np.int16)
+
     def counts(self, count: int) -> np.ndarray:
         """Return how many of `count` entries are in each class."""
         if self.classes == 1:
@@ -131,10 +138,9 @@ def _read_scales(reader: Reader, count: int) -> np.ndarray:
     if top > MOST_SCALE:
         raise FrameError("invalid scales")
     if not top:
-        return np.zeros(count, dtype=np.int16)
+        return np.zeros(count, dtype=np.uint8)
     alphabet = compress.Alphabet(top + 1, (top + 1) // 2)
-    symbols = read_symbols(reader, alphabet, count)
-    return symbols.astype(np.int16)
+    return read_symbols(reader, alphabet, count)
 
 
 def read_symbols(reader: Reader, alphabet: compress.Alphabet, count: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -40,6 +40,7 @@ FEW_OUTLIERS = 1 / 4096  # part of the entries
 LOOKED_AT = 1 << 18  # entries by which blocks are chosen
 SCALE_BITS = 2.5  # of a block: about what telling it costs
 CACHED = 1 << 20  # entries that are rebuilt at a time
+LIMITED = float(torch.finfo(torch.float32).max) ** 2 / 2  # energy: an infinity has become the largest number by then
 REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
 
 
@@ -48,13 +49,15 @@ class _Content:
     """All that makes the values of a structured tensor: an encoder has it in hand, and a decoder reads it."""
 
     view: TensorView
-    prediction: tuple[torch.Tensor, torch.Tensor] | None
+    factors: Factors
     points: Points
     largest: int  # magnitude of a symbol
     outliers: Outliers
     dtype: torch.dtype
 
-    def write_values(self, symbols: torch.Tensor | None, rows: _Rows, out: torch.Tensor, source: kernels.Source | None = None) -> None:
+    def write_values(
+        self, symbols: torch.Tensor | None, rows: _Rows, out: torch.Tensor, source: kernels.Source | None = None
+    ) -> None:
         """Write the values of these rows to `out`, as fp32 numbers, not yet rounded to the tensor's dtype.
 
         With a source, what it has beyond these values is written instead.
@@ -62,9 +65,10 @@ class _Content:
         start, stop = np.searchsorted(self.outliers[0], (rows.entries.start, rows.entries.stop))
         positions = torch.from_numpy(self.outliers[0][start:stop] - rows.entries.start)
         apart = self.points.of(torch.from_numpy(self.outliers[1][start:stop]))
+        prediction = self.factors.prediction_of(rows.first, -(-out.numel() // self.view.width))
         kernels.rebuild(
-            out, symbols, table(self.points, max(1, self.largest)), (positions, apart), self.prediction, rows.first,
-            self.view.width, self.view.matrices, source,
+            out, symbols, table(self.points, max(1, self.largest)), (positions, apart), prediction, 0, self.view.width,
+            self.view.matrices, source,
         )  # fmt: skip
 
 
@@ -112,27 +116,29 @@ class Structured(Converter):
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload and update the error memory, as `Converter.encode` promises."""
         view, x, energies = self._prepared(conversion)
+        if not float(energies[0].sum()) < LIMITED:
+            conversion.require_finite()
         distortion = self.nmse * float(energies[0].sum())
         factors = fit_factors(x, view, distortion, self.rank)
-        if (prediction := factors.prediction) is not None:
+        if (prediction := factors.prediction_of(0, view.shape[0])) is not None:
             kernels.add_prediction(x, prediction, 0, -1.0)
             energies = kernels.axis_energies(x, view.shape)
         left = float(energies[0].sum())
         head = view.fields + factors.fields
         if left <= distortion * (1 + REDUNDANT):
-            content = _Content(view, prediction, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
+            content = _Content(view, factors, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
             _remember(conversion, content, None)
             return write(out, head, bytes([0]))
         grid = _fit_grid(x, distortion / left)
         points = Points(grid.step, grid.offsets, torch.float32)
         symbols, listed = kernels.grid_quantize(
-            x, None, None, 0.0, grid.step, grid.shift, table(points, grid.largest), kernels.grid_capacity(view.count)
+            x, None, None, 0.0, grid.step, grid.shift, table(points, grid.largest), outlier_capacity(view.count)
         )
         outliers = (in_host_memory(listed[0]), in_host_memory(listed[1]))
         classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
         coded = _cheapest([classes, one_class(view)], symbols, grid.largest)
         apart = write_outliers(outliers, grid.largest)
-        _remember(conversion, _Content(view, prediction, points, grid.largest, outliers, conversion.dtype), symbols)
+        _remember(conversion, _Content(view, factors, points, grid.largest, outliers, conversion.dtype), symbols)
         offsets = bytes([len(grid.offsets), *(d & 255 for d in grid.offsets)])
         side = bytes([grid.largest]) + offsets + bfloat16(grid.step)
         return write(out, head, side, coded[0].fields, varint(len(apart)), coded[1], apart)
@@ -149,8 +155,6 @@ class Structured(Converter):
         if view is None or min(view.shape[:2]) < 2:
             view = _best_blocks(conversion)
         x, energies = kernels.prepare(source, view.shape, [])
-        if not math.isfinite(energies[0].sum()):
-            conversion.require_finite()
         return view, x, energies
 
 
@@ -240,6 +244,11 @@ def _streams(classes: ScaleClasses, symbols: torch.Tensor, largest: int) -> list
     return [_Stream(part, largest) for part in np.split(parts, np.cumsum(counts)[:-1])]
 
 
+def outlier_capacity(count: int) -> int:
+    """Return how many outliers a tensor may have: decoders keep them beside the symbols."""
+    return count // 128 + 16
+
+
 def _no_outliers() -> Outliers:
     return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
@@ -276,7 +285,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
         if reader.position + 1 != len(reader.data):
             raise FrameError("bytes after the end of a structured frame")
         points = Points(1.0, (), torch.float32)
-        _decode_rows(_Content(view, factors.prediction, points, 0, _no_outliers(), header.dtype), None, out, weight, accumulate)
+        _decode_rows(_Content(view, factors, points, 0, _no_outliers(), header.dtype), None, out, weight, accumulate)
         return
     largest, offsets = read_points(reader)
     points = Points(read_step(reader), offsets, torch.float32)
@@ -285,8 +294,8 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     streams = _read_streams(reader, classes, view.count, largest)
     if length != len(reader.data) - reader.position:
         raise FrameError("wrong length of the outliers")
-    outliers = read_outliers(reader.rest(), view.count, largest)
-    _decode_rows(_Content(view, factors.prediction, points, largest, outliers, header.dtype), streams, out, weight, accumulate)
+    outliers = read_outliers(reader.rest(), view.count, largest, outlier_capacity(view.count))
+    _decode_rows(_Content(view, factors, points, largest, outliers, header.dtype), streams, out, weight, accumulate)
 
 
 def _no_rank(reader: Reader, view: TensorView) -> Factors:
@@ -307,7 +316,7 @@ class _ReadStreams:
         if self._classes.classes == 1:
             return torch.from_numpy(self._symbols[entries] + np.uint8(self._zeros[0]))
         return kernels.merge_classes(
-            self._symbols, self._positions, self._zeros, self._classes.scales, self._classes.base, entries.start,
+            self._symbols, self._positions, self._zeros, self._classes.scales_of(entries), self._classes.base, 0,
             entries.stop - entries.start,
         )  # fmt: skip
 
@@ -343,4 +352,5 @@ def _decode_rows(
             continue
         values = torch.empty(rows.entries.stop - rows.entries.start, dtype=torch.float32, device="cpu")
         content.write_values(symbols, rows, values)
-        combine(limit_to(values, content.dtype), out[rows.entries], weight, accumulate)
+        # What is rounded to zero loses its sign.
+        combine(limit_to(values, content.dtype).add_(0.0), out[rows.entries], weight, accumulate)

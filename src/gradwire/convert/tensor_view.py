@@ -14,9 +14,12 @@ from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader
 
 BLOCKS, MATRIX, KERNELS = range(3)
-LOG_BLOCKS = range(3, 13)
+LOG_BLOCKS = range(4, 13)
 MOST_ON_AXIS, MOST_IN_KERNEL = 16, 4096
-FEW_ROWS, WIDE = 8, 1 << 16  # a matrix of fewer rows must not be wider: decoders work row by row
+# A matrix of fewer rows must not be wider, since decoders work row by row; nor may a narrow one have more rows, since
+# they keep the scale of each.
+FEW_ROWS, WIDE = 64, 1 << 16
+NARROW, MANY_ROWS = 16, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ def as_kernels(shape: tuple[int, ...]) -> TensorView | None:
 
 
 def _is_a_matrix(rows: int, width: int) -> bool:
-    return rows > 0 and width > 0 and (rows >= FEW_ROWS or width <= WIDE)
+    if not rows or not width:
+        return False
+    return (rows >= FEW_ROWS or width <= WIDE) and (width >= NARROW or rows <= MANY_ROWS)
 
 
 def read_view(reader: Reader, shape: tuple[int, ...]) -> TensorView:
@@ -92,6 +97,8 @@ def cosine_matrix(size: int) -> torch.Tensor:
     """Return the orthonormal cosine transform of `size` entries: D(k,m), each the nearest fp32."""
     k, m = np.arange(size)[:, None], np.arange(size)[None, :]
     # The angle is a multiple of π/2n: taken modulo a turn it stays small, and its cosine exact to the last bit of fp64.
+    # Only that of a quarter turn is not: it is 0, and the fp64 next to π/2 has a cosine of 6e−17.
     turns = (k * (2 * m + 1)) % (4 * size)
-    matrix = np.cos(np.pi * turns / (2 * size)) * np.sqrt(np.where(k == 0, 1.0, 2.0) / size)
+    cosines = np.where(turns % (2 * size) == size, 0.0, np.cos(np.pi * turns / (2 * size)))
+    matrix = cosines * np.sqrt(np.where(k == 0, 1.0, 2.0) / size)
     return torch.from_numpy(matrix.astype(np.float32))

@@ -11,13 +11,14 @@ from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
 from gradwire.inspection.frame_families import describe_homomorphic, describe_levels, describe_sketch, describe_sparse
 from gradwire.inspection.frame_report import FrameReport, describe_symbols
+from gradwire.inspection.structured_frame import describe_structured
 from gradwire.models import gennorm_moments, gennorm_tables
 
 FLAGS = {headers.NONFINITE: "non-finite", headers.SEGMENTED: "segmented"}
-NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic")  # in the order of the wire
+NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic", "structured")  # on the wire
 LIMITED = {
     headers.LEVELS: describe_levels, headers.SPARSE: describe_sparse, headers.SKETCH: describe_sketch,
-    headers.HOMOMORPHIC: describe_homomorphic,
+    headers.HOMOMORPHIC: describe_homomorphic, headers.STRUCTURED: describe_structured,
 }  # fmt: skip
 
 

@@ -130,8 +130,8 @@ def rebuild(
     """Write what rows `first`, first+1, … stand for to `out`: values of symbols, outliers, prediction, transform.
 
     No symbols are those of zero everywhere. `outliers` are positions within `out`, ascending, and values to be added.
-    Results are limited to the finite range, and none is −0. With a `source`, u minus that is written instead; `out` may
-    be its memory.
+    Results are limited to the finite range, none is −0, and 0 takes the place of what is no number. With a `source`, u
+    minus that is written instead; `out` may be its memory.
     """
     if source is not None:
         values_of_rows = torch.empty_like(out)
@@ -145,7 +145,7 @@ def rebuild(
         add_prediction(out, prediction, first, 1.0)
     transform_kernels(out, matrices, True)
     out += 0.0
-    out.clamp_(-FLOAT_MAX, FLOAT_MAX)
+    out.nan_to_num_(nan=0.0, posinf=FLOAT_MAX, neginf=-FLOAT_MAX)
 
 
 def gram(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:

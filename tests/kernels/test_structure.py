@@ -1,0 +1,257 @@
+"""The kernels of structured frames: native code against the reference, bit for bit where a decoder depends on it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire import kernels
+from gradwire.convert.tensor_view import cosine_matrix
+from support.cases import for_each
+from support.helpers import BACKENDS, bits, gradient, use_backend
+from support.plain_decoder import plain_cosine
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+AXES = [(2,), (3,), (16,), (1, 3), (3, 3), (7, 7), (5, 3), (3, 3, 3), (16, 16), (2, 1, 4), (16, 16, 16)]
+
+
+def numbers(count: int, seed: int, odd: bool = False) -> torch.Tensor:
+    """Numbers of many magnitudes; odd ones also at both ends of fp32, infinite, and zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(count) * 2.0 ** rng.integers(-20, 20, count)
+    if odd:
+        extremes = rng.choice([0.0, -0.0, 1e-45, -1e-39, FLOAT_MAX, -FLOAT_MAX, np.inf, -np.inf], count)
+        x = np.where(rng.random(count) < 0.2, extremes, x)
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def all_alike(call, *, threads: bool = True) -> list:
+    """Call it on every backend, with one thread and with two; all must return the same bytes."""
+    found, before = [], torch.get_num_threads()
+    try:
+        for name in BACKENDS:
+            for number in (1, 2) if threads and name != "reference" else (1,):
+                torch.set_num_threads(number)
+                with use_backend(name):
+                    found.append((name, number, call()))
+    finally:
+        torch.set_num_threads(before)
+    assert all(result == found[0][2] for _, _, result in found), [f[:2] for f in found if f[2] != found[0][2]]
+    return found[0][2]
+
+
+# ── what decoders depend on ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@for_each("axes", AXES)
+@for_each("many", [1, 15, 17, 40])
+def test_every_backend_transforms_alike(axes, many, inverse):
+    size, matrices = int(np.prod(axes)), [cosine_matrix(n) for n in axes]
+    many = many if size < 1000 else min(many, 3)
+
+    def transformed() -> bytes:
+        x = numbers(many * size, many)
+        kernels.transform_kernels(x, matrices, inverse)
+        return bits(x)
+
+    all_alike(transformed)
+
+
+@for_each("axes", AXES)
+def test_a_transform_comes_back(axes):
+    """It is orthonormal, along the axes it says: one basis function is one coefficient."""
+    x = gradient(6 * int(np.prod(axes)), 1, scale=1.0)
+    matrices, y = [cosine_matrix(n) for n in axes], x.clone()
+    kernels.transform_kernels(y, matrices, False)
+    assert float(y.double().square().sum()) == pytest.approx(float(x.double().square().sum()), rel=1e-5)
+    kernels.transform_kernels(y, matrices, True)
+    torch.testing.assert_close(y, x, rtol=0, atol=1e-4 * float(x.abs().max()))
+    frequency = [min(i + 1, n - 1) for i, n in enumerate(axes)]
+    wave = torch.ones(())
+    for k, matrix in zip(frequency, matrices, strict=True):
+        wave = wave[..., None] * matrix[k]
+    wave = wave.reshape(-1).clone()
+    kernels.transform_kernels(wave, matrices, False)
+    place = int(np.ravel_multi_index(frequency, axes))
+    expected = torch.zeros(len(wave))
+    expected[place] = 1.0
+    torch.testing.assert_close(wave, expected, rtol=0, atol=1e-5)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> dict:
+    """Scales of a view and a number of entries, of which the last row may be cut off."""
+    shape = draw(st.sampled_from([(1, 1, 1), (9, 16, 1), (40, 7, 9), (5, 300, 1), (64, 1, 25), (3, 2, 49), (300, 3, 1)]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tops = draw(st.tuples(*[st.sampled_from([0, 1, 5, 63])] * 3))
+    scales = tuple(rng.integers(0, top + 1, n).astype(np.int16) for n, top in zip(shape, tops, strict=True))
+    count = int(np.prod(shape)) - draw(st.integers(0, max(0, shape[1] * shape[2] - 1)))
+    return {"scales": scales, "base": draw(st.sampled_from([0, 3, 60, 255])), "count": count,
+            "classes": draw(st.sampled_from([1, 2, 7, 32])), "rng": rng}  # fmt: skip
+
+
+@given(views())
+def test_every_backend_splits_and_merges_alike(view):
+    """Classes are as the page says; symbols go to their class in order, and come back, in parts too."""
+    scales, base, count, classes = view["scales"], view["base"], view["count"], view["classes"]
+    sums = (scales[0][:, None, None].astype(int) + scales[1][:, None] + scales[2] - base).ravel()[:count]
+    of_entry = np.array([min(classes - 1, max(0, total)) for total in sums])
+    symbols = view["rng"].integers(0, 200, count).astype(np.uint8)
+    zeros = view["rng"].integers(0, 50, classes).astype(np.uint8)
+    counts = kernels.class_counts(scales, base, classes, count)
+    assert counts.tolist() == np.bincount(of_entry, minlength=classes).tolist()
+    width = len(scales[1]) * len(scales[2])
+    middle = len(scales[0]) // 2 * width
+
+    def both() -> tuple[bytes, bytes, bytes]:
+        streams = kernels.split_classes(torch.from_numpy(symbols), scales, base, counts)
+        positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+        parts = [
+            kernels.merge_classes(streams, positions, zeros, scales, base, first, number)
+            for first, number in ((0, min(middle, count)), (middle, count - middle))
+            if number > 0
+        ]
+        return streams.tobytes(), bits(torch.cat(parts)), positions.tobytes()
+
+    streams, merged, _ = all_alike(both, threads=False)
+    assert streams == symbols[np.argsort(of_entry, kind="stable")].tobytes()
+    assert merged == (symbols + zeros[of_entry]).tobytes()
+
+
+@given(
+    st.sampled_from([(1, 1), (3, 5), (70, 33), (9, 2100), (300, 17)]), st.sampled_from([1, 2, 5, 32]),
+    st.integers(0, 2**32), st.sampled_from([1.0, -1.0]), st.booleans(),
+)  # fmt: skip
+def test_every_backend_predicts_alike(shape, rank, seed, sign, odd):
+    rows, width = shape
+    first = rows // 3
+    left = numbers(rows * rank, seed, odd).reshape(rows, rank)
+    right = torch.from_numpy(np.random.default_rng(seed).integers(-127, 128, (rank, width)).astype(np.int8))
+    start = numbers((rows - first) * width, seed + 1)
+
+    def predicted() -> bytes:
+        x = start.clone()
+        kernels.add_prediction(x, (left, right), first, sign)
+        return bits(torch.where(x.isnan(), torch.nan, x))  # which NaN it is, is not said
+
+    predicted_bits = all_alike(predicted)
+    i, q = rows - 1, width - 1
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        total = np.float32(0)
+        for t in range(rank):
+            total += np.float32(left[i, t]) * np.float32(right[t, q])
+        last = np.float32(start[-1]) + np.float32(sign) * total
+    if not np.isnan(last):
+        assert predicted_bits[-4:] == last.tobytes()
+
+
+@given(st.sampled_from([(4, 5, (3, 3)), (7, 3, (5,)), (2, 30, (2, 2, 2)), (60, 33, ()), (1, 70, ())]),
+       st.sampled_from([0, 1, 3]), st.integers(0, 2**32), st.booleans(), st.booleans())  # fmt: skip
+def test_every_backend_rebuilds_alike(shape, rank, seed, odd, without_symbols):
+    """Values, outliers, prediction and transform; no result is infinite, no number at all, or −0."""
+    rows, columns, axes = shape
+    width, rng = columns * int(np.prod(axes, dtype=int)), np.random.default_rng(seed)
+    count = rows * width - (0 if rank or axes else width // 2)
+    values = numbers(255, seed, odd).clamp(-FLOAT_MAX, FLOAT_MAX)
+    symbols = None if without_symbols else torch.from_numpy(rng.integers(0, 255, count).astype(np.uint8))
+    positions = torch.from_numpy(np.flatnonzero(rng.random(count) < 0.05).astype(np.int64))
+    apart = numbers(len(positions), seed + 1, odd).clamp(-FLOAT_MAX, FLOAT_MAX)
+    prediction = None
+    if rank:
+        right = torch.from_numpy(rng.integers(-127, 128, (rank, width)).astype(np.int8))
+        prediction = numbers(rows * rank, seed + 2, odd).reshape(rows, rank), right
+    matrices = [cosine_matrix(n) for n in axes]
+
+    def rebuilt() -> bytes:
+        out = torch.full((count,), torch.nan)
+        kernels.rebuild(out, symbols, values, (positions, apart), prediction, 0, width, matrices)
+        return bits(out)
+
+    result = np.frombuffer(all_alike(rebuilt), dtype=np.float32)
+    assert np.isfinite(result).all() and not (np.signbit(result) & (result == 0)).any()
+
+
+# ── numbers of the transform ──────────────────────────────────────────────────────────────────────
+
+
+def test_cosines_are_the_nearest_fp32_whatever_the_library_says():
+    """Every entry is the fp32 number next to D(k, m), and far from the middle between two.
+
+    Its fp64 value would have to be off by 2⁻⁴⁴ of itself, five hundred times its rounding, before another fp32 were
+    next. An entry that is 0 is just that.
+    """
+    for n in range(1, 17):
+        matrix = cosine_matrix(n)
+        assert (matrix.shape, matrix.dtype) == ((n, n), torch.float32)
+        for k in range(n):
+            for m in range(n):
+                found, exact = float(matrix[k, m]), plain_cosine(n, k, m)
+                if abs(exact) < Decimal("1e-40"):
+                    assert found == 0.0
+                    continue
+                assert found == float(np.float32(float(exact)))
+                above = float(np.nextafter(np.float32(found), np.float32(np.inf)))
+                below = float(np.nextafter(np.float32(found), np.float32(-np.inf)))
+                for other in (above, below):
+                    middle = (Fraction(found) + Fraction(other)) / 2
+                    distance = abs(Fraction(exact) - middle)
+                    assert distance > Fraction(abs(exact)) / 2**44, (n, k, m)
+
+
+# ── fits ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def of_threads(call) -> list[np.ndarray]:
+    """Its results on every backend, which have the same bits with any number of threads."""
+    results, before = [], torch.get_num_threads()
+    try:
+        for name in BACKENDS:
+            found = []
+            for number in (1, 2, 3):
+                torch.set_num_threads(number)
+                with use_backend(name):
+                    found.append([np.asarray(array) for array in call()])
+            for other in found[1:]:
+                assert all(a.tobytes() == b.tobytes() for a, b in zip(found[0], other, strict=True)), name
+            results.append(found[0])
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
+@for_each("shape", [(1, 1, 1), (300, 200, 1), (40, 30, 9), (5, 70_000, 1), (4000, 16, 1), (17, 3, 49)])
+def test_energies_of_rows_columns_and_coefficients(shape):
+    count = int(np.prod(shape)) - (shape[1] // 2 if shape[2] == 1 else 0)
+    x = gradient(count, 5, scale=1.0)
+    padded = np.zeros(int(np.prod(shape)))
+    padded[:count] = x.double().square().numpy()
+    exact = padded.reshape(shape)
+    for rows, columns, coefficients in of_threads(lambda: kernels.axis_energies(x, shape)):
+        np.testing.assert_allclose(rows, exact.sum((1, 2)), rtol=1e-12)
+        np.testing.assert_allclose(columns, exact.sum((0, 2)), rtol=1e-12)
+        np.testing.assert_allclose(coefficients, exact.sum((0, 1)), rtol=1e-12)
+
+
+@for_each("shape", [(20, 16), (300, 200), (17, 1000), (2000, 33), (64, 20_000)])
+@for_each("directions", [1, 7, 16])
+def test_projections(shape, directions):
+    """fp32 sums of n products are off by at most n·2⁻²⁴ of the sum of their magnitudes."""
+    rows, width = shape
+    x = gradient(rows * width, 2, scale=1.0)
+    wide, exact = gradient(width * directions, 3).reshape(width, -1), x.reshape(shape).double()
+    high = gradient(rows * directions, 4).reshape(rows, -1)
+    for (found,) in of_threads(lambda: [kernels.project_rows(x, wide)]):
+        assert found.shape == (rows, directions)
+        bound = width * 2.0**-24 * (exact.abs() @ wide.double().abs()).numpy()
+        assert (np.abs(found - (exact @ wide.double()).numpy()) <= bound + 1e-30).all()
+    for (found,) in of_threads(lambda: [kernels.project_columns(x, high)]):
+        assert found.shape == (width, directions)
+        bound = rows * 2.0**-24 * (exact.abs().t() @ high.double().abs()).numpy()
+        assert (np.abs(found - (exact.t() @ high.double()).numpy()) <= bound + 1e-30).all()
