@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import golden_families  # noqa: E402
 import golden_homomorphic  # noqa: E402
+import golden_structured  # noqa: E402
 import gradwire  # noqa: E402
 from golden_families import name_of, numbers  # noqa: E402
 from support import helpers, plain_coders  # noqa: E402
@@ -46,7 +47,7 @@ COUNTS = [1, 3, 9, 20, 50, 100, 50, 20, 9, 3, 1]  # of fp4's symbols
 
 def valid() -> dict[str, bytes]:
     own = {**stored(), **casts(), **minifloats(), **segmented(), **layouts()}
-    return {**own, **golden_families.valid(), **golden_homomorphic.valid()}
+    return {**own, **golden_families.valid(), **golden_homomorphic.valid(), **golden_structured.valid()}
 
 
 def stored() -> dict[str, bytes]:
@@ -151,7 +152,7 @@ def rans_body(lane_bits: int, coded: list[bytes]) -> bytes:
 
 
 def damaged() -> dict[str, tuple[bytes, str]]:
-    families = golden_families.damaged() | golden_homomorphic.damaged()
+    families = golden_families.damaged() | golden_homomorphic.damaged() | golden_structured.damaged()
     return {**damaged_headers(), **damaged_payloads(), **damaged_symbols(), **damaged_rans(), **families}
 
 
@@ -170,7 +171,7 @@ def damaged_headers() -> dict[str, tuple[bytes, str]]:
         "magic": (edited(0, ord("g")), "wrong magic"),
         "version-0": (edited(2, 0), "frame has version 0"),
         "version-2": (edited(2, 2), "frame has version 2; this gradwire reads version 1: upgrade it"),
-        "codec-8": (edited(3, 8), "unknown codec 8"),
+        "codec-9": (edited(3, 9), "unknown codec 9"),
         "codec-15": (edited(3, 15), "unknown codec 15"),
         "flag-6": (edited(3, 1 | 1 << 6), "unknown flags"),
         "flag-7": (edited(3, 1 | 1 << 7), "unknown flags"),

@@ -39,6 +39,7 @@ MORE = (
     "co3:format=ue3m2b3", "gennorm:coder=rans", "co3:format=e4m3b10,coder=huffman", "terngrad:coder=raw",
     "tinyscript:levels=30", "countsketch:rows=1,p=1", "homomorphic:p=all,bits=16",
 )  # fmt: skip
+STRUCTURED = ((40, 30), (30, 8, 3, 3), (4096,), (9, 3, 5), (2, 2, 16, 16), (60, 60))
 HOMOMORPHIC = ("homomorphic:p=all", "homomorphic:p=all,bits=8", "homomorphic:p=0.01")  # with an index
 GOLDEN = Path(__file__).parent / "golden/valid"
 
@@ -57,6 +58,10 @@ def valid_frames() -> list[bytes]:
         frames.append(encode_into(codec, gradient(300, n), segments=[100, 1, 149, 50]))
     for dtype in DTYPES:
         frames.append(gradwire.codec("none").encode((gradient(30) * 1e4).to(dtype)))
+    for shape in STRUCTURED:
+        numbers = gradient(int(np.prod(shape)), 1).reshape(shape)
+        numbers = numbers + 3e-3 * numbers.flatten(1).sign()[:, :1].reshape(-1, *[1] * (len(shape) - 1)) if len(shape) > 1 else numbers
+        frames += [gradwire.codec("structured").encode(numbers.to(dtype)) for dtype in FLOATS]
     frames += [few_of_many(spec, run) for spec in HOMOMORPHIC for run in (1, 16)]
     frames += [several_lanes(lane_bits, chunks) for lane_bits in range(7) for chunks in (1, 2, 4)]
     return frames

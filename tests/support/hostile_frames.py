@@ -21,6 +21,7 @@ from support.plain_coders import plain_gammas, plain_varint
 
 Maker = Callable[[int, torch.dtype, random.Random], bytes]
 MAKERS: dict[str, tuple[int, int, Maker]] = {}  # by name: codec, flags, maker
+SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {}  # by name, of those that are not vectors: about so many elements
 STEP = b"\x80\x3f"  # 1 as bf16
 FP4, FP8 = b"\0", b"\1"
 FP4_SYMBOLS, FP4_ZERO = 11, 5
@@ -36,7 +37,8 @@ def maker(codec: int, flags: int = 0) -> Callable[[Maker], Maker]:
 
 def make(name: str, count: int, dtype: torch.dtype = torch.float32, rng: random.Random | None = None) -> bytes:
     codec, flags, function = MAKERS[name]
-    return assemble(function(count, dtype, rng or random.Random(0)), (count,), codec, dtype, flags)
+    shape = SHAPES[name](count) if name in SHAPES else (count,)
+    return assemble(function(int(np.prod(shape)), dtype, rng or random.Random(0)), shape, codec, dtype, flags)
 
 
 # ── coded symbols ─────────────────────────────────────────────────────────────────────────────────
@@ -359,3 +361,83 @@ def homomorphic_bloom(count: int, dtype: torch.dtype, rng: random.Random) -> byt
 def homomorphic_sketch_larger_than_its_tensor(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
     index = bytes(4 * -(-count // 32))
     return homomorphic_side(1, 0, 0) + bytes(4) + plain_varint(count + 4) + b"\0" + index + bytes(4 * (count + 4))
+
+
+# ── structured ────────────────────────────────────────────────────────────────────────────────────
+
+
+def shaped(shape: Callable[[int], tuple[int, ...]]) -> Callable[[Maker], Maker]:
+    def add(function: Maker) -> Maker:
+        SHAPES[function.__name__.replace("_", "-")] = shape
+        return function
+
+    return add
+
+
+def field(data: bytes) -> bytes:
+    return plain_varint(len(data)) + data
+
+
+def terms(rows: int, width: int, most: int = 32) -> bytes:
+    """As many as there may be, all of factors that are 1."""
+    rank = min(most, rows * width // 8 // (rows + width))
+    return bytes([rank]) + (STEP + bytes([1]) + field(constant(2))) * rank
+
+
+def scales(sizes: tuple[int, ...], rng: random.Random) -> bytes:
+    """A scale of its own for each row, column and coefficient, coded as slowly as a random sequence is."""
+    parts = [b"\0"]  # the base
+    for size in sizes:
+        if size > 1:
+            width, drawn = 5, rng.randbytes(-(-5 * size // 8))
+            bits = np.unpackbits(np.frombuffer(drawn, dtype=np.uint8), bitorder="little")[: width * size]
+            parts.append(bytes([31]) + field(b"\0" + np.packbits(bits, bitorder="little").tobytes()))
+    return b"".join(parts)
+
+
+def remainder(count: int, side: bytes, streams: bytes, listed: int) -> bytes:
+    apart = outliers(listed)
+    return bytes([3, 2, 5, 250]) + STEP + side + plain_varint(len(apart)) + streams + apart
+
+
+def one_class(rng: random.Random) -> bytes:
+    return b"\3" + field(certain(7, 3, rng.randrange(7)))
+
+
+@maker(headers.STRUCTURED)
+@shaped(lambda count: (max(1, count // 1024), min(count, 1024)))
+def structured_most_terms(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
+    width = min(count, 1024)
+    return b"\1" + terms(count // width, width) + remainder(count, b"\1", one_class(rng), count // 128)
+
+
+@maker(headers.STRUCTURED)
+@shaped(lambda count: (max(1, count // 16), min(count, 16)))
+def structured_narrow_rows(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
+    width = min(count, 16)
+    rows = count // width
+    side = b"\x20" + scales((rows, width), rng)
+    return b"\1" + terms(rows, width) + remainder(count, side, b"\0" * 32, 0)
+
+
+@maker(headers.STRUCTURED)
+@shaped(lambda count: (64 if count >= 1 << 12 else 1, count // 64 if count >= 1 << 12 else count))
+def structured_wide_rows(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
+    rows = 64 if count >= 1 << 12 else 1
+    return b"\1" + terms(rows, count // rows) + remainder(count, b"\1", one_class(rng), count // 128)
+
+
+@maker(headers.STRUCTURED)
+def structured_small_blocks(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
+    return bytes([0, 4, 0]) + remainder(count, b"\1", one_class(rng), count // 128)
+
+
+@maker(headers.STRUCTURED)
+@shaped(lambda count: (max(1, count // 256), 1, *((16, 16) if count >= 256 else (2, max(1, min(16, count // 2))))))
+def structured_large_kernels(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
+    return b"\2\0" + remainder(count, b"\1", one_class(rng), count // 128)
+
+
+@maker(headers.STRUCTURED)
+def structured_nothing(count: int, dtype: torch.dtype, rng: random.Random) -> bytes:
+    return bytes([0, 12, 0, 0])
