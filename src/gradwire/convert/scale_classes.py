@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from gradwire import compress, kernels
+from gradwire.compress import rans
 from gradwire.convert.tensor_view import TensorView
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
@@ -148,8 +149,10 @@ def read_symbols(reader: Reader, alphabet: compress.Alphabet, count: int, out: n
     length = reader.varint(len(reader.data))
     field = Reader(reader.take(length))
     coding = compress.read_head(field, alphabet)
-    symbols = compress.decode(field, alphabet, count, coding)
     if out is None:
-        return symbols
-    out[:] = symbols
+        return compress.decode(field, alphabet, count, coding)
+    # A class may be all of a large tensor: the codes whose bytes say nothing of their length are decoded in place.
+    if coding.coder == compress.RANS:
+        return rans.decode(field.rest(), count, coding.table, coding.precision, out)
+    out[:] = compress.decode(field, alphabet, 1 if coding.coder == compress.CONSTANT else count, coding)
     return out
