@@ -60,7 +60,11 @@ def valid_frames() -> list[bytes]:
         frames.append(gradwire.codec("none").encode((gradient(30) * 1e4).to(dtype)))
     for shape in STRUCTURED:
         numbers = gradient(int(np.prod(shape)), 1).reshape(shape)
-        numbers = numbers + 3e-3 * numbers.flatten(1).sign()[:, :1].reshape(-1, *[1] * (len(shape) - 1)) if len(shape) > 1 else numbers
+        numbers = (
+            numbers + 3e-3 * numbers.flatten(1).sign()[:, :1].reshape(-1, *[1] * (len(shape) - 1))
+            if len(shape) > 1
+            else numbers
+        )
         frames += [gradwire.codec("structured").encode(numbers.to(dtype)) for dtype in FLOATS]
     frames += [few_of_many(spec, run) for spec in HOMOMORPHIC for run in (1, 16)]
     frames += [several_lanes(lane_bits, chunks) for lane_bits in range(7) for chunks in (1, 2, 4)]

@@ -67,13 +67,12 @@ def scaled(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 CONTENTS = {
-    "noise": lambda count, seed: gradient(count, seed),
+    "noise": gradient,
     "heavy tails": lambda count, seed: heavy(count, seed, 0.25),
     "zeros": lambda count, seed: torch.zeros(count),
-    "one entry": lambda count, seed: torch.nn.functional.one_hot(torch.tensor(seed % max(1, count)), max(1, count))[
-        :count
-    ].float()
-    * -3,
+    "one entry": lambda count, seed: (
+        torch.nn.functional.one_hot(torch.tensor(seed % max(1, count)), max(1, count))[:count].float() * -3
+    ),
     "constant": lambda count, seed: torch.full((count,), -0.37),
     "huge": lambda count, seed: (gradient(count, seed, scale=1.0) * 1e38).clamp(-FLOAT_MAX, FLOAT_MAX),
     "largest": lambda count, seed: gradient(count, seed).sign() * FLOAT_MAX,

@@ -88,7 +88,9 @@ def test_a_transform_comes_back(axes):
 @st.composite
 def views(draw: st.DrawFn) -> dict:
     """Scales of a view and a number of entries, of which the last row may be cut off."""
-    shape = draw(st.sampled_from([(1, 1, 1), (9, 16, 1), (40, 7, 9), (5, 300, 1), (64, 1, 25), (3, 2, 49), (300, 3, 1)]))
+    shape = draw(
+        st.sampled_from([(1, 1, 1), (9, 16, 1), (40, 7, 9), (5, 300, 1), (64, 1, 25), (3, 2, 49), (300, 3, 1)])
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     tops = draw(st.tuples(*[st.sampled_from([0, 1, 5, 63])] * 3))
     scales = tuple(rng.integers(0, top + 1, n).astype(np.int16) for n, top in zip(shape, tops, strict=True))

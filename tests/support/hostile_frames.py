@@ -21,7 +21,9 @@ from support.plain_coders import plain_gammas, plain_varint
 
 Maker = Callable[[int, torch.dtype, random.Random], bytes]
 MAKERS: dict[str, tuple[int, int, Maker]] = {}  # by name: codec, flags, maker
-SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {}  # by name, of those that are not vectors: about so many elements
+SHAPES: dict[
+    str, Callable[[int], tuple[int, ...]]
+] = {}  # by name, of those that are not vectors: about so many elements
 STEP = b"\x80\x3f"  # 1 as bf16
 FP4, FP8 = b"\0", b"\1"
 FP4_SYMBOLS, FP4_ZERO = 11, 5

@@ -18,7 +18,7 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.compress import rans
-from gradwire.convert.blocks import WIDEST, combine
+from gradwire.convert.blocks import BLOCK, WIDEST, combine
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.ecq import Ecq, Points, read_points, table
 from gradwire.convert.grid_search import Curve, MeasuredGrid
@@ -345,7 +345,8 @@ def _decode_rows(
 ) -> None:
     count = content.view.count
     in_place = out.dtype == content.dtype == torch.float32 and out.is_cpu and weight == 1 and not accumulate
-    for rows in _row_blocks(content.view, min(max(count // 16, WIDEST), CACHED) if in_place else WIDEST):
+    together = min(max(count // 16, WIDEST), CACHED) if in_place else min(max(count // 64, BLOCK), WIDEST)
+    for rows in _row_blocks(content.view, together):
         symbols = streams.next(rows.entries) if streams is not None else None
         if in_place:
             content.write_values(symbols, rows, out[rows.entries])

@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from gradwire import kernels
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader
 

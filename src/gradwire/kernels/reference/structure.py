@@ -14,8 +14,20 @@ import torch
 from gradwire.kernels.reference.quantize import FLOAT_MAX, compensate, dequantize
 
 __all__ = [
-    "Energies", "Source", "add_prediction", "axis_energies", "class_counts", "entry_classes", "gram", "merge_classes", "project_columns",
-    "prepare", "project_rows", "rebuild", "split_classes", "transform_kernels",
+    "Energies",
+    "Source",
+    "add_prediction",
+    "axis_energies",
+    "class_counts",
+    "entry_classes",
+    "gram",
+    "merge_classes",
+    "prepare",
+    "project_columns",
+    "project_rows",
+    "rebuild",
+    "split_classes",
+    "transform_kernels",
 ]  # fmt: skip
 
 View = tuple[int, int, int]
