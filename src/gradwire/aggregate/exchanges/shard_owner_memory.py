@@ -6,6 +6,7 @@ Shards are known by a parameter's name and the range of its entries, which are t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -33,13 +34,12 @@ class ShardMemory:
             dtype = torch.promote_types(part.tensor.dtype, torch.float32)
             if part.key not in self._shards:
                 placeholder = torch.empty(part.tensor.shape, dtype=torch.float32, device="meta")
-                self._shards[part.key] = TensorPart(part.name, placeholder, part.lo, part.hi)
+                self._shards[part.key] = replace(part, tensor=placeholder)
                 if part.name in self._loaded:
                     loaded = self._loaded[part.name].reshape(-1)[part.lo : part.hi]
-                    self.errors.replace(part.key, loaded.clone())
-            shards.append(
-                TensorPart(part.key, torch.empty(part.size, dtype=dtype, device=part.tensor.device), 0, part.size)
-            )
+                    self.errors.replace(part.key, loaded.view(_own_shape(part)).clone())
+            own = torch.empty(_own_shape(part), dtype=dtype, device=part.tensor.device)
+            shards.append(TensorPart(part.key, own, 0, part.size))
         return FramePlan(plan.recipe, plan.codec, shards)
 
     def rescale(self, factor: float) -> None:
@@ -68,10 +68,15 @@ class ShardMemory:
         for key, shard in self.errors.memory.items():
             part = self._shards[key]
             whole = state.setdefault(part.name, torch.zeros(part.tensor.shape, dtype=torch.float32, device="cpu"))
-            whole.view(-1)[part.lo : part.hi] = shard / scale
+            whole.view(-1)[part.lo : part.hi] = (shard / scale).view(-1)
         return state
 
     def load(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Take over what was saved, which nobody else writes to, in place of what is there."""
         self.errors, self._shards = ErrorMemory(), {}
         self._loaded = dict(shards)
+
+
+def _own_shape(shard: TensorPart) -> tuple[int, ...]:
+    """Return the shape in which the mean of a shard is coded: with rows where the codec makes use of them."""
+    return shard.shape if shard.by_rows else (shard.size,)

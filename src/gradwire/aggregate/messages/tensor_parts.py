@@ -1,4 +1,9 @@
-"""Parts of tensors: what travels together in one message, and which entries of a tensor belong to which rank."""
+"""Parts of tensors: what travels together in one message, and which entries of a tensor belong to which rank.
+
+Codecs that use the shape of a tensor (`by_rows` of convert/conversion.py) get parts of whole rows of its first
+dimension, as tensors with as many rows; for all others parts begin at multiples of some number of entries, and are
+flat.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,12 +26,13 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The entries lo … hi of a named tensor, in its flat order."""
+    """The entries lo … hi of a named tensor, in its flat order; whole rows if it is `by_rows`, as far as possible."""
 
     name: str
     tensor: torch.Tensor
     lo: int
     hi: int
+    by_rows: bool = False
 
     @property
     def size(self) -> int:
@@ -43,9 +49,25 @@ class TensorPart:
         """The tensor's name, followed by the range of entries unless the part is the whole tensor."""
         return self.name if self.whole else f"{self.name}[{self.lo}:{self.hi}]"
 
+    @property
+    def row(self) -> int:
+        """The number of entries of a row of the tensor; 1 if its shape has no rows to keep whole."""
+        shape = self.tensor.shape
+        return math.prod(shape[1:]) if self.by_rows and len(shape) > 1 else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which the part is coded: that of the whole tensor, or of some of its rows, or flat."""
+        if self.whole:
+            return tuple(self.tensor.shape)
+        row = self.row
+        if row > 1 and not self.lo % row and not self.hi % row:
+            return (self.size // row, *self.tensor.shape[1:])
+        return (self.size,)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same entries of another tensor of this shape; whole tensors keep their shape."""
-        return tensor if self.whole else tensor.view(-1)[self.lo : self.hi]
+        """Return the same entries of another tensor of this shape, in the shape of the part."""
+        return tensor if self.whole else tensor.view(-1)[self.lo : self.hi].view(self.shape)
 
     @property
     def entries(self) -> torch.Tensor:
@@ -53,10 +75,14 @@ class TensorPart:
         return self.of(self.tensor)
 
     def cut(self, count: int, aligned: int) -> list[TensorPart]:
-        """Cut the part into at most `count` parts of nearly equal size that begin at multiples of `aligned`."""
+        """Cut the part into at most `count` parts of nearly equal size that begin at multiples of `aligned`.
+
+        Rows that are to be kept whole are the multiples instead, unless a row is too long for a message.
+        """
+        aligned = self.row if 1 < self.row <= CHUNK else aligned
         step = -(-self.size // count // aligned) * aligned
         edges = [*range(self.lo, self.hi, step), self.hi] if step else [self.lo, self.hi]
-        return [TensorPart(self.name, self.tensor, a, b) for a, b in itertools.pairwise(edges)]
+        return [replace(self, lo=a, hi=b) for a, b in itertools.pairwise(edges)]
 
 
 def whole_tensors(tensors: NamedTensors) -> list[TensorPart]:
@@ -68,8 +94,9 @@ def split_into_messages(tensors: NamedTensors, recipes: Recipes, long: bool = Fa
     """Distribute tensors over messages of about one chunk each, in their order; large tensors are cut."""
     result: list[list[TensorPart]] = []
     filled = 0
-    for part in whole_tensors(tensors):
-        recipe = recipe_of_tensor(part.name, part.size, recipes)
+    for name, tensor in tensors:
+        recipe = recipe_of_tensor(name, tensor.numel(), recipes)
+        part = TensorPart(name, tensor, 0, tensor.numel(), recipe.codec.converter.by_rows)
         limit = SUMMED if recipe.sums else LONG_CHUNK if long else CHUNK
         # A codec that selects from a whole tensor, or a corrector that looks at all of it, needs it uncut.
         uncut = recipe.codec.converter.selects or recipe.mask or recipe.clip
