@@ -67,13 +67,15 @@ class State(Gradients):
         for name, parameter in parameters or ():
             order.learn(name, parameter)
         super().__init__(spec, parameters, process_group, options, has_all=not self._finds_unused, order=order)
+        for name, parameter in parameters or ():
+            self.learn_order(name, parameter)  # again, since it depends on the recipe, too
         self._spec = spec
         self._watch = (
             None if inner is None else ParameterWatch(inner, [p for p in inner.parameters() if p.requires_grad])
         )
         # The memory of each bucket: DDP builds them anew after the first step. An address would not do, since the new
         # ones may get the place of the old ones; a weak reference tells them apart and keeps neither.
-        self._buffers: dict[int, StorageWeakRef] = {}
+        self._buffers: dict[int, tuple[StorageWeakRef, int]] = {}  # and the recipes for which its order was learned
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._plain_buckets: PlainBuckets | None = None
         self._pending_sparse: list[tuple[str, torch.futures.Future[torch.Tensor]]] = []
@@ -149,9 +151,9 @@ class State(Gradients):
     def _named(self, bucket: dist.GradBucket) -> list[tuple[str, torch.Tensor]]:
         """Return names and gradients of a bucket: views of real entries in the order in which they lie there."""
         names = [self.name_of(parameter) for parameter in bucket.parameters()]
-        memory = StorageWeakRef(bucket.buffer().untyped_storage())
-        if bucket.index() not in self._buffers or self._buffers[bucket.index()] != memory:
-            self._buffers[bucket.index()] = memory
+        known = StorageWeakRef(bucket.buffer().untyped_storage()), self.recipes.generation
+        if bucket.index() not in self._buffers or self._buffers[bucket.index()] != known:
+            self._buffers[bucket.index()] = known
             for name, parameter in zip(names, bucket.parameters(), strict=True):
                 self.learn_order(name, parameter)
         gradients = zip(names, _gradients_of(bucket), strict=True)

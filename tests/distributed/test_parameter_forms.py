@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.correct.complex_pairs import as_reals
+from gradwire.frame import headers
+from support.frames_seen import frames_seen
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Tensors, digest, gathered
 
@@ -94,14 +96,16 @@ def gradients_of(inner: nn.Module) -> Tensors:
     return {name: as_reals(p.grad).clone() for name, p in inner.named_parameters()}
 
 
-def nothing_is_lost(rank: int) -> None:
+def nothing_is_lost(rank: int, spec: str = "co3", *later: str) -> None:
     """mean + Σe′/W = Σ(g + γe)/W, entry for entry in the order of the dimensions, however frames meet."""
     for aggregate in ("all_gather", "scatter_reduce"):
         for name, wrap in WRAPPERS.items():
             inner = make()
-            model, handle = wrap(inner, "co3", aggregate=aggregate)
+            model, handle = wrap(inner, spec, aggregate=aggregate)
             before: Tensors = {}
-            for step in range(3):
+            for step, other in enumerate(("", *(later or ("", "")))):
+                if other:
+                    handle.gradients.tuner.use(other)
                 true = mean_of(own_gradients(inner, rank, step))
                 model.zero_grad()
                 loss(model, rank, step).backward()
@@ -117,6 +121,19 @@ def nothing_is_lost(rank: int) -> None:
                     error = (mean.double() + left[parameter] - in_all).abs().max()
                     assert error <= 4e-6 * in_all.abs().max(), (name, aggregate, step, parameter)
                 before = left
+
+
+def kernels_keep_their_shape(rank: int) -> None:
+    """A codec that uses the shape gets that of the parameter, in whatever order a bucket has the entries."""
+    with frames_seen() as seen:
+        nothing_is_lost(rank, "structured")
+    shapes = {shape for codec, shape in seen if codec == headers.STRUCTURED}
+    assert shapes >= {(40, 16, 3, 3), (40, 120)} and not shapes & {(40, 3, 3, 16), (120, 40)}, shapes
+
+
+def recipes_that_use_the_shape_and_others(rank: int) -> None:
+    """One after the other, as `auto` tries them: memories follow into the order, and the shards, that count."""
+    nothing_is_lost(rank, "ecq:nmse=0.03", "structured", "co3")
 
 
 def states_fit_every_wrapper(rank: int) -> None:
@@ -224,12 +241,15 @@ def auto_and_plain_steps(rank: int) -> None:
 
 
 def local_sgd(rank: int) -> None:
-    """With `none` and one step a round, the model is moved by the mean; sparse updates leave all ranks alike, too."""
-    for spec, every in (("none", 1), ("sbc2", 2)):
+    """With `none` and one step a round, the model is moved by the mean; sparse updates leave all ranks alike, too.
+
+    Updates have the shapes of their parameters, for codecs that use them.
+    """
+    for spec, every in (("none", 1), ("sbc2", 2), ("structured", 2)):
         inner = make()
         inner.register_buffer("phase", torch.full((3,), complex(rank, 1)))
         optimizer = torch.optim.SGD(inner.parameters(), lr=0.05, momentum=0.9)
-        with gradwire.LocalSGD(inner, optimizer, spec, sync_every=every):
+        with frames_seen() as seen, gradwire.LocalSGD(inner, optimizer, spec, sync_every=every):
             for step in range(4):
                 before = {name: as_reals(p.detach()).clone() for name, p in inner.named_parameters()}
                 optimizer.zero_grad()
@@ -242,11 +262,14 @@ def local_sgd(rank: int) -> None:
                         moved = (before[name] - 0.05 * gradient).float()
                         assert torch.allclose(as_reals(inner.get_parameter(name).detach()), moved, atol=1e-6), name
         check_alike({n: as_reals(t.detach()) for n, t in inner.state_dict().items()})
+        if spec == "structured":
+            assert {(headers.STRUCTURED, (40, 16, 3, 3)), (headers.STRUCTURED, (40, 120))} <= set(seen)
 
 
 SCENARIOS = [
-    nothing_is_lost, every_kind_of_recipe, states_fit_every_wrapper, the_memory_format_changes_after_wrapping,
-    momentum_is_that_of_the_parameter, complex_gradients_by_a_state_without_a_model, auto_and_plain_steps, local_sgd,
+    nothing_is_lost, kernels_keep_their_shape, recipes_that_use_the_shape_and_others, every_kind_of_recipe,
+    states_fit_every_wrapper, the_memory_format_changes_after_wrapping, momentum_is_that_of_the_parameter,
+    complex_gradients_by_a_state_without_a_model, auto_and_plain_steps, local_sgd,
 ]  # fmt: skip
 
 

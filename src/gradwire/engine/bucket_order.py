@@ -4,6 +4,9 @@ A parameter in `channels_last`, or a transposed one, lies in memory in another o
 its gradient into the bucket in that order. Gradients are exchanged as they lie there, without a copy. What is kept
 of them (error memory, velocity) has the same order while the training runs, and is saved in the order of the
 parameter's dimensions, so that a checkpoint means the same for every memory format and every wrapper.
+
+Codecs that use the shape (`by_rows`) need that of the parameter: a kernel in `channels_last` is a kernel no more. What
+they code is exchanged, and kept, in the order of the dimensions; the exchange copies it to and from the bucket.
 """
 
 from __future__ import annotations
@@ -25,22 +28,35 @@ class BucketOrder:
     """
 
     def __init__(self) -> None:
-        self._dimensions: dict[str, Sequence[int]] = {}
+        self._dimensions: dict[str, Sequence[int]] = {}  # of those that are exchanged as they lie in memory
+        self._in_memory: dict[str, Sequence[int]] = {}  # of all
 
-    def learn(self, name: str, parameter: torch.Tensor) -> Sequence[int] | None:
-        """Take note of how a parameter lies in memory now, and return the order of before if that has changed."""
+    def learn(self, name: str, parameter: torch.Tensor, by_rows: bool = False) -> Sequence[int] | None:
+        """Take note of how a parameter lies in memory now, and return the order of before if another counts now.
+
+        With `by_rows` that is the order of its dimensions, however it lies.
+        """
         before = self._dimensions.pop(name, range(parameter.dim()))
+        self._in_memory.pop(name, None)
         order = dimensions_by_stride(parameter)
         if order is not None:
-            self._dimensions[name] = order
+            self._in_memory[name] = order
+            if by_rows:
+                order = None
+            else:
+                self._dimensions[name] = order
         return before if list(before) != list(order or range(parameter.dim())) else None
 
     def in_bucket(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a view of a gradient of a bucket, which torch gives the parameter's shape, as it really lies there."""
-        order = self._dimensions.get(name)
+        """Return a view of a gradient of a bucket, which torch gives the parameter's shape, as it really lies there.
+
+        If the order of dimensions counts, the view has the parameter's shape, and is not contiguous.
+        """
+        order = self._in_memory.get(name)
         if order is None:
             return gradient
-        return gradient.view([gradient.shape[d] for d in (*order, *range(len(order), gradient.dim()))])
+        lies = gradient.view([gradient.shape[d] for d in (*order, *range(len(order), gradient.dim()))])
+        return lies if name in self._dimensions else _with_own_dimensions(lies, order)
 
     def arranged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a parameter's shape with real entries in the bucket's order: a view if it lies so."""
@@ -50,7 +66,8 @@ class BucketOrder:
 
     def of_saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of this worker as it is saved."""
-        return self._mapped(state, lambda name, tensor: _with_own_dimensions(tensor, self._dimensions[name]))
+        own = self._dimensions
+        return self._mapped(state, lambda name, tensor: _with_own_dimensions(tensor, own[name]).contiguous())
 
     def of_loaded_memory(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a saved memory of a parameter as this worker goes on from it."""
@@ -85,9 +102,9 @@ class BucketOrder:
 
 
 def _with_own_dimensions(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a tensor whose dimensions have this order with the dimensions of its parameter."""
+    """Return a view of a tensor whose dimensions have this order, with the dimensions of its parameter."""
     inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return tensor.permute(*inverse, *range(len(order), tensor.dim())).contiguous()
+    return tensor.permute(*inverse, *range(len(order), tensor.dim()))
 
 
 def dimensions_by_stride(tensor: torch.Tensor) -> Sequence[int] | None:

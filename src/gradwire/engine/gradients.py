@@ -197,12 +197,17 @@ class Gradients:
 
     def learn_order(self, name: str, parameter: torch.Tensor) -> None:
         """Take note of how a parameter lies in memory, between two steps; its memories follow."""
-        before = self.order.learn(name, parameter)
+        before = self.order.learn(name, parameter, self._goes_by_rows(name, parameter))
         if before is not None:
             if self._exchange is not None:
                 self._exchange.settle()
             self.memories.rearrange(name, lambda memory: self.order.moved(name, memory, before))
             self.recipes.rearrange(name, self.order.arranged(name, parameter.detach()).shape)
+
+    def _goes_by_rows(self, name: str, parameter: torch.Tensor) -> bool:
+        """Tell whether the codec of a parameter uses its shape."""
+        entries = parameter.numel() * (2 if parameter.is_complex() else 1)
+        return self.recipes.of_tensor(name, entries).codec.converter.by_rows
 
     # ── one step ──
 

@@ -169,7 +169,7 @@ class GradientExchange:
     def use(self, aggregate: str) -> None:
         """Use another aggregation from the next step on, or another recipe, whose messages have other lengths."""
         self.settle()
-        if self.aggregate == SCATTER_REDUCE != aggregate:
+        if self.aggregate == SCATTER_REDUCE:  # also if it stays: another recipe may have other shards
             self._send_for_all(self._scatter_reduce.take_memory())
         self.aggregate, self.messages = aggregate, 0
         self._all_gather.forget_lengths()

@@ -83,8 +83,10 @@ class ErrorProbe:
             norm = _squared_norm(wanted)
             self.add(part.name, _squared_norm(wanted - sent), norm, len(frame) * part.size / max(1, sum(plan.sizes)))
             for recipes, error in self._rivals.values():
-                rival = recipe_of_tensor(part.name, part.tensor.numel(), recipes).codec.encode(wanted)
-                error.add(_squared_norm(wanted - codecs.decode(rival)), norm, len(rival))
+                rival = recipe_of_tensor(part.name, part.tensor.numel(), recipes).codec.encode(
+                    wanted.view(gradients[i].shape)
+                )
+                error.add(_squared_norm(wanted - codecs.decode(rival).view(-1)), norm, len(rival))
 
     def measure_memory(
         self, plan: FramePlan, gradients: Sequence[torch.Tensor], memory: Sequence[MemorySlot], length: int
