@@ -27,6 +27,7 @@ from gradwire.frame import headers
 from gradwire.fsdp.shard_layout import ShardedShape, ShardLayout
 from gradwire.fsdp.sharded_module import modules_of
 from support.cases import for_each
+from support.frames_seen import frames_seen
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, be_quiet, check_raises, cpu_mesh, digest, gathered, loss_of
@@ -176,6 +177,29 @@ def frames_are_all(rank: int) -> None:
     stats = handle.stats()
     assert stats["frame_bytes"] == sum(len(message) for message in sent)
     assert stats["dense_bytes"] == 4 * 90 * 513 and stats["ratio"] > 8
+
+
+def parts_have_rows(rank: int) -> None:
+    """Codecs that use the shape get a rank's rows of a matrix, or its columns, in their shape."""
+    mine = 17 if rank == WORLD - 1 else 18  # of 71 rows
+    for options, rows, part in (
+        ({}, 71, (mine, 300)),
+        ({"shard_placement_fn": lambda p: Shard(1)}, 72, (72, 75)),
+    ):
+        torch.manual_seed(0)
+        model = nn.Linear(300, rows, bias=False)
+        fully_shard(model, mesh=cpu_mesh(), **options)
+        handle = gradwire.fsdp.attach(model, "structured:decay=1")
+        with frames_seen() as seen:
+            for step in range(2):
+                before = handle.state_dict()
+                x = torch.randn(8, 300, generator=torch.Generator().manual_seed(10 * step + rank))
+                model.zero_grad()
+                model(x).square().sum().backward()
+                true = {"weight": 2 * (x @ whole(model.weight).T).T @ x}
+                check_nothing_is_lost(before, handle.state_dict(), true, gradients(model))
+        assert {codec for codec, _ in seen} == {headers.STRUCTURED} and len(seen) == 2 * (WORLD - 1)
+        assert {shape for _, shape in seen} == {part}
 
 
 def training(rank: int) -> None:
@@ -555,12 +579,13 @@ def refusals(rank: int) -> None:
 
 
 SCENARIOS = [
-    same_as_plain, other_sums, nothing_is_lost, frames_are_all, training, a_step_that_is_not_finite, accumulation,
-    used_twice, loss_scaling, hybrid, complex_parameters, checkpoints, attached_and_detached, meshes_of_their_own,
-    unused_and_frozen, ranks_that_disagree, refusals,
+    same_as_plain, other_sums, nothing_is_lost, frames_are_all, parts_have_rows, training, a_step_that_is_not_finite,
+    accumulation, used_twice, loss_scaling, hybrid, complex_parameters, checkpoints, attached_and_detached,
+    meshes_of_their_own, unused_and_frozen, ranks_that_disagree, refusals,
 ]  # fmt: skip
 QUICK = {
     "same_as_plain",
+    "parts_have_rows",
     "nothing_is_lost",
     "a_step_that_is_not_finite",
     "used_twice",

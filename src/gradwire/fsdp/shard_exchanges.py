@@ -123,7 +123,7 @@ class _Sum:
     def _add(self, kept: torch.Tensor, targets: list[torch.Tensor], accumulate: bool) -> None:
         row_of = {place.name: place.row for place in self.places}
         for plan, target in zip(self.plans, targets, strict=True):
-            values = join([kept[row_of[name]] for name in plan.names])
+            values = join([kept[row_of[name]] for name in plan.names]).view(target.shape)
             target.add_(values) if accumulate else target.copy_(values)
 
 

@@ -57,8 +57,13 @@ class ShardFrames:
 
     def plan(self, row: torch.Tensor, places: Sequence[PartPlace]) -> list[FramePlan]:
         """Return the frames of a row of FSDP2's flat buffer."""
-        parts = whole_tensors([(place.name, row[place.row]) for place in places])
+        parts = whole_tensors([(place.name, self._as_coded(row[place.row], place)) for place in places])
         return self.recipes.plan_frames(parts, self.ledger.steps)
+
+    def _as_coded(self, entries: torch.Tensor, place: PartPlace) -> torch.Tensor:
+        """Return a part in its shape, if its codec uses that, or else flat."""
+        recipe = self.recipes.of_tensor(place.name, entries.numel())
+        return entries.view(place.shape) if recipe.codec.converter.by_rows else entries
 
     def plan_rows(
         self, rows: torch.Tensor, places: Sequence[Sequence[PartPlace]]

@@ -35,6 +35,11 @@ class ShardedShape:
         """Return the number of entries of the first rank's part, the longest."""
         return -(-self.size[self.dim] // ranks) * (self.entries // max(1, self.size[self.dim]))
 
+    def part_shape(self, entries: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part that has so many entries."""
+        along = entries * self.size[self.dim] // self.entries
+        return (*self.size[: self.dim], along, *self.size[self.dim + 1 :])
+
     def in_order_of_ranks(self, whole: torch.Tensor, ranks: int) -> torch.Tensor:
         """Return the parts of all ranks end to end, from a tensor of the parameter's size."""
         if self.dim == 0:
@@ -58,11 +63,12 @@ class PartPlace:
     row: slice  # in the rank's row
     memory: slice  # in the parameter's error memory
     entries: int  # of that memory
+    shape: tuple[int, ...]  # of the part: some rows of the parameter, or of another dimension
 
     def alone(self) -> PartPlace:
         """Return the same place for an error memory that holds this part alone."""
         entries = self.memory.stop - self.memory.start
-        return PartPlace(self.name, self.row, slice(0, entries), entries)
+        return PartPlace(self.name, self.row, slice(0, entries), entries, self.shape)
 
 
 class ShardLayout:
@@ -81,6 +87,7 @@ class ShardLayout:
             start, end = (min(r * chunk, shape.entries) for r in (rank, rank + 1))
             if end > start:
                 row = slice(position, position + end - start)
-                places.append(PartPlace(shape.name, row, slice(start, end), shape.entries))
+                memory, part = slice(start, end), shape.part_shape(end - start)
+                places.append(PartPlace(shape.name, row, memory, shape.entries, part))
             position += chunk
         return places
