@@ -8,8 +8,10 @@ import gradwire
 from gradwire import SpecError
 from gradwire.engine import auto
 from gradwire.engine.auto import CANDIDATES, CHECK, EXACT, HALF, PLAIN, Auto
-from gradwire.engine.cost_model import Load, Speed, all_reduce_s
+from gradwire.engine.cost_model import Load, Speed, all_reduce_s, structure_may_pay
 from support.cases import for_each
+from support.rank_pool import RankPool
+from support.ranks import backward, make_ddp
 
 ERRORS = {spec: 0.03 if spec == "co3" else 0.5 for spec in CANDIDATES if spec not in PLAIN} | {"bf16": 3e-6}
 
@@ -103,3 +105,35 @@ def test_costs() -> None:
     assert load.scatter_reduce_s(speed, 2) == pytest.approx(8e-3 + 10e-3 + 15e-3 + 10e-3)
     assert load.all_gather_s(speed, 16) > load.scatter_reduce_s(speed, 16)
     assert all_reduce_s(4 * 10**6, speed, 2) == pytest.approx(2e-3 + 40e-3)
+
+
+def test_structure_is_a_candidate_where_bits_take_longer_than_coding() -> None:
+    """By hand: 2 bits at 2 MB/s are 125 ns; coding takes 50 ns and 3 for each of two ranks."""
+    assert structure_may_pay(Speed(1e-3, 2e6), 2) and not structure_may_pay(Speed(1e-3, 2e8), 2)
+    assert structure_may_pay(Speed(1e-3, 1e7), 8) and not structure_may_pay(Speed(1e-3, 1e7), 2)
+    assert auto.candidates(halves=True, structured=False) == list(CANDIDATES)
+    tried = auto.candidates(halves=False, structured=True)
+    assert tried[-2:] == ["structured", EXACT] and HALF not in tried and "structured" in auto.RECIPE_NAMES
+
+
+def on_a_slow_link(rank: int) -> None:
+    """It is measured beside the others, and used for some steps; on a fast link never."""
+    measure = Speed.measure
+    for rate, tried in ((1e5, True), (1e10, False)):
+        Speed.measure = lambda link, rate=rate: Speed(1e-3, rate)
+        try:
+            model = make_ddp()
+            handle = gradwire.ddp.attach(model, "auto")
+            used = set()
+            for step in range(22):
+                backward(model, rank, step)
+                used.add(handle.gradients.tuner.auto.spec)
+        finally:
+            Speed.measure = measure
+        assert ("structured" in used) == tried, used
+        errors = {trial.spec: trial.error for trial in handle.gradients.tuner.auto.trials}
+        assert "co3" in errors and (not tried or 0 < errors["structured"] < 0.04), errors
+
+
+def test_on_three_ranks(ranks: RankPool) -> None:
+    ranks.check(on_a_slow_link)

@@ -26,7 +26,9 @@ CANDIDATES = (
     "sbc:p=0.001,mask=off,warmup=0,small=co3",
     *PLAIN,  # the last ones, since they may be left out as hopeless
 )
-RECIPE_NAMES = {split(spec)[0] for spec in CANDIDATES if spec not in PLAIN}  # each goes on from the others' memories
+STRUCTURED = "structured"  # a candidate beside them on links so slow that the time of its coding may pay
+# Each goes on from the others' memories.
+RECIPE_NAMES = {split(spec)[0] for spec in (STRUCTURED, *CANDIDATES) if spec not in PLAIN}
 MEASURED_BY = {HALF: "bf16"}  # the recipe with the same error, of candidates that are none
 DEFAULT_ERROR = 0.1
 SKIPPED, TIMED = 5, 5  # steps of a trial; in the first ones the aggregation is chosen, and lengths are agreed on
@@ -152,6 +154,13 @@ class Auto:
             self._strikes += 1
             if self._strikes == 2:
                 self._try_all()
+
+
+def candidates(halves: bool, structured: bool) -> list[str]:
+    """Return the specs to try; `halves` and `structured` say whether those that not every training tries are there."""
+    recipes = [spec for spec in CANDIDATES if spec not in PLAIN]
+    plain = [spec for spec in PLAIN if halves or spec != HALF]
+    return [*recipes, *([STRUCTURED] if structured else []), *plain]
 
 
 def parse(spec: str) -> float | None:

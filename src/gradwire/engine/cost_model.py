@@ -7,6 +7,9 @@ A plain model, in which nothing overlaps. With F bytes of frames a step and rank
     all-reduce      2·(W−1)·latency + 2·(W−1)/W·4d / rate               (plain fp32, of d entries; 2d for bf16)
 
 where encode and decode are the seconds for a whole gradient, by one rank, of one rank.
+
+Of the recipe `structured` the model has figures before it is tried, since trying it takes some steps that are slow: it
+sends fewer bits than other dense recipes, and takes longer to code.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from gradwire.aggregate.transport.link import Link
 ROUNDS = 5
 PROBES = (2**12, 2**16, 2**20)  # bytes; a larger one only if the last was over too soon to tell the rate
 LONG_ENOUGH = 0.005  # seconds
+# Of `structured` beside `co3`: the bits of an entry that it saves on gradients with structure, and the seconds that it
+# takes more, on one core of a server (docs/structure.md).
+STRUCTURE_BITS, STRUCTURE_ENCODE_S, STRUCTURE_DECODE_S = 2.0, 50e-9, 3e-9
 
 
 @dataclass(frozen=True)
@@ -83,3 +89,12 @@ class Load:
 def all_reduce_s(size: int, speed: Speed, world: int) -> float:
     """Return the seconds of a plain all-reduce of so many bytes."""
     return 2 * (world - 1) * speed.latency + 2 * (world - 1) / world * size / speed.rate
+
+
+def structure_may_pay(speed: Speed, world: int) -> bool:
+    """Tell whether the bits that `structured` saves could take longer on this link than its coding does.
+
+    Both grow with the number of entries, so that only the link decides.
+    """
+    saved = (world - 1) * STRUCTURE_BITS / 8 / speed.rate
+    return saved > STRUCTURE_ENCODE_S + world * STRUCTURE_DECODE_S

@@ -11,7 +11,7 @@ from gradwire.aggregate.exchanges.gradient_exchange import ALL_GATHER, ALL_REDUC
 from gradwire.aggregate.transport.link import Link
 from gradwire.engine import auto
 from gradwire.engine.auto import Auto
-from gradwire.engine.cost_model import Load, Speed, all_reduce_s
+from gradwire.engine.cost_model import Load, Speed, all_reduce_s, structure_may_pay
 
 _log = logging.getLogger(__name__)
 STEPS_TO_LEARN = 3  # from which the cost model takes its figures
@@ -29,13 +29,14 @@ class Tuner:
         self.link, self.exchange = link, exchange
         self._recipes, self._ledger = exchange.coder.recipes, exchange.coder.ledger
         alone = link.world == 1
+        self._open_aggregate = open_aggregate and exchange.link.world > 2
+        measures = (target is not None and not alone) or self._open_aggregate
+        self._speed = Speed.measure(link) if measures else None
+        structured = self._speed is not None and structure_may_pay(self._speed, exchange.link.world)
         # Hosts that share memories all-reduce in their own way.
-        candidates = [spec for spec in auto.CANDIDATES if spec != auto.HALF or exchange.host is None]
+        candidates = auto.candidates(exchange.host is None, structured)
         self.auto = None if target is None else Auto(self._largest, self._plain_seconds, target, candidates, alone)
         self._aggregate = exchange.aggregate  # what every recipe begins with
-        self._open_aggregate = open_aggregate and exchange.link.world > 2
-        measures = (self.auto is not None and not alone) or self._open_aggregate
-        self._speed = Speed.measure(link) if measures else None
         self._ended = 0.0  # when the last step did
         self._since: dict[str, float] = {"steps": self._ledger.steps}  # figures when the recipe was last changed
         if self.plain:
@@ -55,9 +56,9 @@ class Tuner:
     @property
     def rivals(self) -> Sequence[str]:
         """The specs whose errors are to be measured in the next step."""
-        measuring = self.auto is not None and self.auto.measuring
-        candidates = [auto.MEASURED_BY.get(spec, spec) for spec in auto.CANDIDATES if spec != auto.EXACT]
-        return candidates if measuring else ()
+        if self.auto is None or not self.auto.measuring:
+            return ()
+        return [auto.MEASURED_BY.get(spec, spec) for spec in self.auto.candidates if spec != auto.EXACT]
 
     def step_done(self, rival_errors: Mapping[str, float]) -> None:
         """Learn from a step that is over, and from the relative errors of the rivals if they were measured."""
