@@ -257,6 +257,25 @@ def test_hostile_frames_with_a_right_checksum(tmp_path: Path) -> None:
     refuses(write(tmp_path / "a.gw", repair(bytes(short))), match="cut short")
 
 
+def test_what_a_structured_frame_says(tmp_path: Path) -> None:
+    """Its sections add up to the frame, and every cut of its payload is refused or described."""
+    kernels = torch.nn.functional.avg_pool2d(gradient(64 * 32 * 144).view(64, 32, 12, 12), 6, 3)
+    frame = gradwire.codec("structured").encode(kernels)
+    report = frames.describe(frame)
+    assert (report.codec, report.frame_bytes, report.shape) == ("structured", len(frame), (64, 32, 3, 3))
+    assert report.details["view"] == "kernels of 3×3" and report.details["classes"] >= 1
+    assert report.steps and report.symbol_bytes > 0.9 * len(frame)
+    text = inspect(write(tmp_path / "a.gw", frame))
+    assert all(name in text for name in report.details)
+    blocks = frames.describe(gradwire.codec("structured").encode(gradient(20_000)))
+    assert str(blocks.details["view"]).startswith("blocks of ") and blocks.details["rank"] == 0
+    exact = gradwire.codec("structured:nmse=0.5").encode(torch.ones(64, 64))
+    assert frames.describe(exact).frame_bytes == len(exact)
+    for end in range(report.header_bytes, len(frame), 97):
+        with contextlib.suppress(gradwire.FrameError):
+            frames.describe(repair(frame[:end]))
+
+
 # ── tensors ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -308,6 +327,39 @@ def test_figures_of_a_tensor() -> None:
     assert report.entropy == pytest.approx(float(-(p @ np.log2(p))), rel=1e-9)
     assert report.entropy < report.bits["gennorm+zeros"]["ideal"] < report.bits["normal"]["ideal"]
     assert report.bits["histogram"]["huffman"] >= report.entropy
+
+
+def test_structure_of_a_tensor(tmp_path: Path) -> None:
+    """Low rank, smooth kernels, and scales of rows are told apart, and each is worth what its frame says."""
+    random = torch.Generator().manual_seed(0)
+    low = torch.randn(256, 4, generator=random) @ torch.randn(4, 256, generator=random)
+    low += torch.randn(256, 256, generator=random) / 2
+    smooth = torch.nn.functional.avg_pool2d(gradient(64 * 32 * 144, beta=2.0).view(64, 32, 12, 12), 6, 3)
+    scaled = gradient(128 * 256, beta=2.0).view(128, 256) * 2.0 ** -torch.arange(128).div(16).view(-1, 1)
+    reports = {n: tensors.analyse(n, t) for n, t in {"low": low, "smooth": smooth, "scaled": scaled}.items()}
+    found = {name: report.structure for name, report in reports.items()}
+    assert found["low"].rank == 4 and 0 < found["low"].factor_bits < 2 and found["low"].gain is None
+    assert found["smooth"].view == "kernels of 3×3" and found["smooth"].gain > 0.02
+    assert found["scaled"].view == "matrix" and found["scaled"].rank == 0 and found["scaled"].classes > 4
+    for name, tensor in {"low": low, "smooth": smooth, "scaled": scaled}.items():
+        s = found[name]
+        assert s.nmse == pytest.approx(reports[name].sizes["fp4"].nmse, rel=1e-4)
+        for recipe in ("ecq", "structured"):
+            frame = gradwire.codec(f"{recipe}:nmse={s.nmse:.6g}").encode(tensor)
+            assert s.bits[recipe] == 8 * len(frame) / tensor.numel()
+            error = float((gradwire.decode(frame) - tensor).square().sum() / tensor.square().sum())
+            assert error == pytest.approx(s.nmse, rel=0.1), "at the same error"
+        assert s.bits["structured"] < s.bits["ecq"] < s.bits["co3"] and s.saves > 1.05
+    assert tensors.analyse("x", torch.zeros(100, 100)).structure is None
+    assert tensors.analyse("x", gradient(100)).structure is None
+    text = inspect(save(tmp_path / "a.pt", {"low": low, "smooth": smooth}))
+    assert "Structure, and the bits" in text and "kernels of 3×3" in text and "×1." in text
+
+
+def test_structure_of_a_huge_tensor_is_that_of_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "HUGE", 10_000)
+    structure = tensors.analyse("x", gradient(40_000).view(400, 100)).structure
+    assert structure.estimated and structure.view == "matrix"
 
 
 def test_a_huge_tensor_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,8 +433,8 @@ def test_tables_fit_into_100_columns(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 100
     assert not any("…" in line for line in lines), "nothing is cut off"
     for name in names[:2]:
-        assert sum(name in line for line in lines) == 5, "whole in each table"
-    assert "".join(lines).count("q") == 5 * 80
+        assert sum(name in line for line in lines) == 7, "whole in each table"
+    assert "".join(lines).count("q") == 7 * 80 + 1, "and that of ecq"
     wide = b"".join(gradwire.codec("co3").encode(gradient(6000).view(1, 10, 20, 30)) for _ in range(3))
     assert max(len(line) for line in inspect(write(tmp_path / "b", wide)).splitlines()) <= 100
 

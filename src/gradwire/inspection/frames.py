@@ -15,17 +15,8 @@ from gradwire.inspection.structured_frame import describe_structured
 from gradwire.models import gennorm_moments, gennorm_tables
 
 FLAGS = {headers.NONFINITE: "non-finite", headers.SEGMENTED: "segmented"}
-NAMES = (
-    "stored",
-    "minifloat",
-    "cast",
-    "grid",
-    "levels",
-    "sparse",
-    "sketch",
-    "homomorphic",
-    "structured",
-)  # on the wire
+# In the order of the wire.
+NAMES = ("stored", "minifloat", "cast", "grid", "levels", "sparse", "sketch", "homomorphic", "structured")
 LIMITED = {
     headers.LEVELS: describe_levels, headers.SPARSE: describe_sparse, headers.SKETCH: describe_sketch,
     headers.HOMOMORPHIC: describe_homomorphic, headers.STRUCTURED: describe_structured,

@@ -10,8 +10,6 @@ from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
 from gradwire.inspection.frame_report import FrameReport
 
-VIEWS = {tensor_view.BLOCKS: "blocks", tensor_view.MATRIX: "matrix", tensor_view.KERNELS: "kernels"}
-
 
 def describe_structured(report: FrameReport, header: headers.Header, payload: np.ndarray) -> None:
     """Fill in the report: factors and scales are side information, and all classes together are the symbols."""
@@ -19,8 +17,7 @@ def describe_structured(report: FrameReport, header: headers.Header, payload: np
     view = tensor_view.read_view(reader, header.shape)
     start = reader.position
     factors = low_rank.read_factors(reader, view)
-    report.format = f"{VIEWS[view.kind]} of {'×'.join(map(str, view.shape if view.axes else view.shape[:2]))}"
-    report.details = {"view": VIEWS[view.kind], "rank": factors.rank, "factor bytes": reader.position - start}
+    report.details = {"view": view_name(view), "rank": factors.rank, "factor bytes": reader.position - start}
     if reader.take(1)[0]:
         reader.position -= 1
         _describe_remainder(report, reader, view)
@@ -30,9 +27,16 @@ def describe_structured(report: FrameReport, header: headers.Header, payload: np
         report.side_bytes, report.symbol_bytes = reader.position, 0
 
 
+def view_name(view: tensor_view.TensorView) -> str:
+    """Return how a structured frame looks at its tensor, such as `kernels of 3×3`."""
+    if view.kind == tensor_view.BLOCKS:
+        return f"blocks of {view.width}"
+    return f"kernels of {'×'.join(map(str, view.axes))}" if view.kind == tensor_view.KERNELS else "matrix"
+
+
 def _describe_remainder(report: FrameReport, reader: Reader, view: tensor_view.TensorView) -> None:
     largest, offsets = ecq.read_points(reader)
-    report.steps = [segments.read_step(reader)]
+    report.format, report.steps = f"grid of {2 * largest + 1}", [segments.read_step(reader)]
     start = reader.position
     classes = scale_classes.read_classes(reader, view)
     scale_bytes = reader.position - start

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradwire.inspection.frame_report import FrameReport
+from gradwire.inspection.structure import Structure
 from gradwire.inspection.tensors import TensorReport
 
 FAMILIES = {"normal": "Normal", "laplace": "Laplace", "gennorm": "GenNorm"}
@@ -120,7 +121,9 @@ def tensor_tables(reports: list[TensorReport], fmt: str) -> list[Table]:
         if usable:
             tables.append(_code_lengths(usable, coder, f"Bits per entry in {fmt}, coded by {title}"))
     sized = [r for r in reports if r.sizes]
-    return [*tables, _sizes(sized), _totals(sized)] if sized else tables
+    tables += [_sizes(sized), _totals(sized)] if sized else []
+    structured = [(r.name, r.structure) for r in reports if r.structure is not None]
+    return [*tables, _structures(structured), _rates(structured)] if structured else tables
 
 
 def _fits(reports: list[TensorReport]) -> Table:
@@ -173,4 +176,22 @@ def _totals(reports: list[TensorReport]) -> Table:
         total = sum(r.sizes[fmt].bytes for r in reports)
         worst = max(r.sizes[fmt].nmse for r in reports)
         table.add_row(fmt, f"{total:,}", number(8 * total / entries), f"×{dense / total:.2f}", f"{worst:.4f}")
+    return table
+
+
+def _structures(named: list[tuple[str, Structure]]) -> Table:
+    columns = ("tensor", "view", "DCT", "rank", "factors", "classes", "scales")
+    table = _table("Structure, and the bits per entry that it saves or takes", columns, 2)
+    for name, s in named:
+        sides = number(s.factor_bits), str(s.classes), number(s.class_bits)
+        table.add_row(escape(name), s.view, number(s.gain, 2), str(s.rank), *sides)
+    return table
+
+
+def _rates(named: list[tuple[str, Structure]]) -> Table:
+    columns = ("tensor", "NMSE", *named[0][1].bits, "saves")
+    table = _table("Bits per entry of three recipes at the same error", columns)
+    for name, s in named:
+        saves = f"{'≈' if s.estimated else ''}×{s.saves:.2f}"
+        table.add_row(escape(name), number(s.nmse), *_best_bold(list(s.bits.values())), saves)
     return table

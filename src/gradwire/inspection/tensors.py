@@ -11,6 +11,7 @@ import torch
 from gradwire import kernels
 from gradwire.catalogue.parse_recipe import codec
 from gradwire.inspection import code_lengths, frames, goodness
+from gradwire.inspection.structure import Structure, structure_of
 from gradwire.small_float_formats import Format, parse_format
 
 HUGE = 1 << 24  # entries; of larger tensors an even sample stands for the whole
@@ -46,6 +47,7 @@ class TensorReport:
     entropy: float | None = None
     bits: dict[str, dict[str, float]] = field(default_factory=dict)  # model → coder → bits per entry
     sizes: dict[str, Size] = field(default_factory=dict)  # by format
+    structure: Structure | None = None  # of tensors that are not all zero, and not short
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures, as `gradwire inspect --json` writes them."""
@@ -68,6 +70,7 @@ def analyse(name: str, tensor: torch.Tensor, fmt: str = "fp4") -> TensorReport:
     _describe_distribution(report, sample.numpy())
     for each in dict.fromkeys((*SIZES, fmt)):
         _code(report, sample, parse_format(each), compare=each == fmt)
+    report.structure = structure_of(tensor, HUGE)
     return report
 
 
