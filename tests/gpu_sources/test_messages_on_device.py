@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.frame import headers
 from support.counted_launches import on_device
+from support.frames_seen import frames_seen
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Layers, Net, Tensors, digest, gathered, loss_of
 
@@ -104,6 +106,16 @@ def by_unused(rank: int, way: str, aggregate: str) -> Trained:
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank))
         model(x, without).pow(2).mean().backward()
         optimizer.step()
+    return parameters(model.module), memories(handle)
+
+
+def by_structure(rank: int) -> Trained:
+    """One tensor by a recipe that has no kernels there: its messages go the host's way, with its shape."""
+    model = DistributedDataParallel(fresh(), bucket_cap_mb=1)
+    handle = gradwire.ddp.attach(model, {"big.weight": "structured", "*": "co3"}, aggregate="all_gather")
+    with frames_seen() as seen:
+        train(model, rank, range(3))
+    assert seen.count((headers.STRUCTURED, (64, 70))) == WORLD * 3
     return parameters(model.module), memories(handle)
 
 
@@ -209,6 +221,7 @@ SCENARIOS |= {
     )
     for nesterov in (False, True)
 }
+SCENARIOS["structure by the host"] = partial(same_as_the_host, training=by_structure, unattended=True)
 SCENARIOS["local_sgd"] = partial(same_as_the_host, training=by_local_sgd)
 QUICK = {
     "ddp all_gather float32", "ddp scatter_reduce bfloat16", "data_parallel scatter_reduce float32",
