@@ -227,6 +227,7 @@ QUICK = {
     "ddp all_gather float32", "ddp scatter_reduce bfloat16", "data_parallel scatter_reduce float32",
     "data_parallel all_gather bfloat16", "unused ddp all_gather", "unused data_parallel scatter_reduce",
     "nan all_gather", "nan scatter_reduce", "checkpoint ddp all_gather", "local_sgd", "masks nesterov=False",
+    "structure by the host",
 }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def structure_of(tensor: torch.Tensor, most: int) -> Structure | None:
         gain=_transform_gain(x),
         rank=int(details["rank"]),
         factor_bits=8 * int(details["factor bytes"]) / x.numel(),
-        classes=int(details["classes"]),
+        classes=int(details.get("classes", 0)),
         class_bits=8 * int(details.get("scale bytes", 0)) / x.numel(),
         nmse=target,
         bits={name: 8 * len(frame) / x.numel() for name, frame in found.items()},
