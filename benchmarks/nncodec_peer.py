@@ -35,7 +35,9 @@ class Stub(types.ModuleType):
 
 
 for module in UNUSED:
-    if importlib.util.find_spec(module.split(".")[0]) is None or isinstance(sys.modules.get(module.split(".")[0]), Stub):
+    if importlib.util.find_spec(module.split(".")[0]) is None or isinstance(
+        sys.modules.get(module.split(".")[0]), Stub
+    ):
         sys.modules[module] = Stub(module)
         sys.modules[module].__path__ = []  # type: ignore[attr-defined]
 

@@ -69,10 +69,8 @@ def layers(folder: Path, worker: str, steps: list[str]) -> Iterator[Layer]:
                 if key == "layers" or worker not in key or (steps and not any(key.startswith(s) for s in steps)):
                     continue
                 tensor = torch.from_numpy(file[key])
-                parts = [tensor] if lengths is None else tensor.split(lengths.tolist())[: len(lengths)]
+                parts = [tensor] if lengths is None else map(as_kernels, tensor.split(lengths.tolist()))
                 for number, part in enumerate(parts):
-                    if lengths is not None:
-                        part = as_kernels(part)
                     if part.numel() >= FEWEST and part.any():
                         yield Layer(path.stem, key if lengths is None else f"{key} {number}", part.clone())
 
@@ -177,7 +175,10 @@ def main() -> None:
 def report(found: list[Layer], bits: dict, seconds: dict, options: argparse.Namespace) -> None:
     methods = ["co3", "ecq", *OURS, "zstd-19"] + ["NNCodec"] * bool(options.nncodec)
     groups = list(dict.fromkeys([layer.network for layer in found])) + sorted({layer.kind for layer in found})
-    lines = ["| gradients | error | " + " | ".join(methods) + " | structured / ecq |", "|---" * (len(methods) + 3) + "|"]
+    lines = [
+        "| gradients | error | " + " | ".join(methods) + " | structured / ecq |",
+        "|---" * (len(methods) + 3) + "|",
+    ]
     for group in groups:
         for name in TARGETS:
             row = {m: bits[group, name, m][0] / bits[group, name, m][1] for m in methods if bits[group, name, m][1]}

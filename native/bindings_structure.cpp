@@ -65,8 +65,20 @@ void rebuild(std::optional<Bytes> symbols, Floats values, FloatsOut out, size_t 
     require(left.size() == rows * rank && right.size() == width * rank, "factors have the wrong size");
     require(kernel == 1 || (width % kernel == 0 && count % width == 0), "rows are not made of whole kernels");
     require(!rank || count % width == 0, "rows must be whole");
-    const Rebuild r{symbols ? symbols->data() : nullptr, values.data(), count, width, positions.data(), outliers.data(),
-                    positions.size(), left.data(), right.data(), rank, axes.data(), int(axes.size()), int(kernel), gradient ? &source : nullptr};
+    const Rebuild r{symbols ? symbols->data() : nullptr,
+                    values.data(),
+                    count,
+                    width,
+                    positions.data(),
+                    outliers.data(),
+                    positions.size(),
+                    left.data(),
+                    right.data(),
+                    rank,
+                    axes.data(),
+                    int(axes.size()),
+                    int(kernel),
+                    gradient ? &source : nullptr};
     nb::gil_scoped_release release;
     rebuild_rows(r, out.data(), threads);
 }
@@ -128,8 +140,8 @@ Classes make_classes(const Scales& rows, const Scales& columns, const Scales& co
     for (const Scales* scales : {&rows, &columns, &coefficients})
         for (size_t i = 0; i < scales->size(); i++)
             require(scales->data()[i] >= 0 && scales->data()[i] <= 63, "bad scale");
-    return {rows.data(), columns.data(), coefficients.data(), rows.size(), columns.size(), coefficients.size(), base,
-            int(number)};
+    return {rows.data(),         columns.data(), coefficients.data(), rows.size(), columns.size(),
+            coefficients.size(), base,           int(number)};
 }
 
 // `positions` has where each class begins, and then where it ends.

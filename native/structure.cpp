@@ -16,7 +16,7 @@ const StructureLoops portable_structure = structure_loops();
 namespace {
 
 constexpr size_t kBlock = 1 << 13;  // entries that stay in the second-level cache
-constexpr size_t kGroups = 16;      // of rows, whose energies are added up by themselves
+constexpr size_t kGroups = 16;  // of rows, whose energies are added up by themselves
 
 const StructureLoops& loops() { return GRADWIRE_IN_USE(structure); }
 
@@ -46,7 +46,8 @@ void rebuild_rows(const Rebuild& r, float* out, int threads) {
 
 void prepare_rows(const Compensated& source, size_t count, size_t width, const std::vector<Axis>& axes, int kernel,
                   float* x, double* rows, double* places, int threads) {
-    const size_t number = rows_of(count, width), together = rows_of(number, kGroups), groups = rows_of(number, together);
+    const size_t number = rows_of(count, width), together = rows_of(number, kGroups),
+                 groups = rows_of(number, together);
     const size_t block = std::max<size_t>(1, kBlock / width);
     std::vector<double> sums(groups * width);
     in_blocks(groups, together * width * 12, threads, [&](size_t first, size_t last) {
@@ -72,7 +73,8 @@ void add_prediction(float* x, size_t count, size_t width, const float* left, con
 }
 
 void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads) {
-    const size_t number = rows_of(count, width), together = rows_of(number, kGroups), groups = rows_of(number, together);
+    const size_t number = rows_of(count, width), together = rows_of(number, kGroups),
+                 groups = rows_of(number, together);
     std::vector<double> sums(groups * width);
     in_blocks(groups, together * width * 4, threads, [&](size_t first, size_t last) {
         for (size_t g = first; g < last; g++) {

@@ -64,7 +64,8 @@ void transform_any(float* x, size_t count, const Axis* axes, int axis_count, int
 
 void compensate_any(const Compensated& source, size_t start, size_t count, float* x) {
     const float *g = source.gradient + start, *e = source.memory ? source.memory + start : nullptr;
-    if (!e) std::memcpy(x, g, count * sizeof(float));
+    if (!e)
+        std::memcpy(x, g, count * sizeof(float));
     else
         for (size_t i = 0; i < count; i++) x[i] = compensated(g[i], e[i], source.decay);
 }
@@ -98,8 +99,10 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     size_t low = 0, high = r.number;
     while (low < high) {
         const size_t middle = (low + high) / 2;
-        if (size_t(r.positions[middle]) < start) low = middle + 1;
-        else high = middle;
+        if (size_t(r.positions[middle]) < start)
+            low = middle + 1;
+        else
+            high = middle;
     }
     for (; low < r.number && size_t(r.positions[low]) < stop; low++) {
         float& entry = out[size_t(r.positions[low]) - start];
@@ -188,7 +191,8 @@ void gram_any(const float* a, const float* b, size_t count, double* out) {
 }
 
 constexpr StructureLoops structure_loops() {
-    return {compensate_any, transform_any, rebuild_any, predict_any, energies_any, project_rows_any, project_columns_any, gram_any};
+    return {compensate_any, transform_any,    rebuild_any,         predict_any,
+            energies_any,   project_rows_any, project_columns_any, gram_any};
 }
 
 }  // namespace

@@ -106,7 +106,8 @@ class Codec:
         if gradient is None or not flat.numel():
             _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
-        where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments, shape)
         stays = kernels.takes(tensor.device, self.converter.families)
         conversion = where_it_is if stays else _on_cpu(where_it_is)
         try:

@@ -39,7 +39,7 @@ CELL = 12.0  # a step that rounds evenly has an error of step²/12
 
 
 @dataclass(frozen=True)
-class Factors:
+class LowRankFactors:
     """The terms of a prediction: p = Σ_t (s_t·a_t)·b_t, with integers a_t for rows and b_t for the entries of a row."""
 
     scales: tuple[float, ...]
@@ -74,10 +74,10 @@ class Factors:
         return b"".join(parts)
 
 
-def no_factors(view: TensorView) -> Factors:
+def no_factors(view: TensorView) -> LowRankFactors:
     """Return a prediction without terms: zero."""
     rows = torch.empty((view.shape[0], 0), dtype=torch.int8, device="cpu")
-    return Factors((), rows, torch.empty((0, view.width), dtype=torch.int8, device="cpu"))
+    return LowRankFactors((), rows, torch.empty((0, view.width), dtype=torch.int8, device="cpu"))
 
 
 def most_terms(view: TensorView) -> int:
@@ -87,7 +87,7 @@ def most_terms(view: TensorView) -> int:
     return min(MOST_TERMS, view.count // 8 // (view.shape[0] + view.width))
 
 
-def fit_factors(x: torch.Tensor, view: TensorView, distortion: float, limit: int) -> Factors:
+def fit_factors(x: torch.Tensor, view: TensorView, distortion: float, limit: int) -> LowRankFactors:
     """Return the terms that save more bits than they cost, at a squared error of `distortion` for the whole tensor."""
     sought = min(SOUGHT, limit, most_terms(view), view.shape[0] // 2, view.width // 2)
     if sought < 1 or min(view.shape[0], view.width) < SMALLEST_SIDE:
@@ -184,7 +184,7 @@ def _bits(rows: np.ndarray, columns: np.ndarray, energy: float, distortion: floa
     return count * float((excess + BEYOND * np.minimum(excess, 1.0)).mean())
 
 
-def _rounded(left: np.ndarray, strengths: np.ndarray, right: np.ndarray, cell: float) -> Factors:
+def _rounded(left: np.ndarray, strengths: np.ndarray, right: np.ndarray, cell: float) -> LowRankFactors:
     """Return integer factors. Both sides of a term have the step with which they add about as much error as entries."""
     rows, columns, scales = [], [], []
     for t, strength in enumerate(strengths):
@@ -195,14 +195,14 @@ def _rounded(left: np.ndarray, strengths: np.ndarray, right: np.ndarray, cell: f
         rows.append(np.clip(np.rint(a / step), -LARGEST, LARGEST))
         columns.append(np.clip(np.rint(b / step), -LARGEST, LARGEST))
         scales.append(scale)
-    return Factors(
+    return LowRankFactors(
         tuple(scales),
         torch.from_numpy(np.ascontiguousarray(np.stack(rows, 1).astype(np.int8))),
         torch.from_numpy(np.stack(columns).astype(np.int8)),
     )
 
 
-def read_factors(reader: Reader, view: TensorView) -> Factors:
+def read_factors(reader: Reader, view: TensorView) -> LowRankFactors:
     """Read the terms of a prediction."""
     rank = reader.byte()
     if rank > most_terms(view):
@@ -219,6 +219,6 @@ def read_factors(reader: Reader, view: TensorView) -> Factors:
         symbols = read_symbols(reader, compress.Alphabet(2 * most + 1, most), side)
         numbers[t] = symbols.astype(np.int16) - most
     factors = torch.from_numpy(numbers)
-    return Factors(
+    return LowRankFactors(
         tuple(scales), factors[:, : view.shape[0]].t().contiguous(), factors[:, view.shape[0] :].contiguous()
     )

@@ -22,7 +22,7 @@ from gradwire.convert.blocks import BLOCK, WIDEST, combine
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.ecq import Ecq, Points, read_points, table
 from gradwire.convert.grid_search import Curve, MeasuredGrid
-from gradwire.convert.low_rank import MOST_TERMS, Factors, fit_factors, no_factors, read_factors
+from gradwire.convert.low_rank import MOST_TERMS, LowRankFactors, fit_factors, no_factors, read_factors
 from gradwire.convert.minifloat import write
 from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
 from gradwire.convert.scale_classes import ScaleClasses, fit_classes, one_class, read_classes, read_symbols
@@ -49,7 +49,7 @@ class _Content:
     """All that makes the values of a structured tensor: an encoder has it in hand, and a decoder reads it."""
 
     view: TensorView
-    factors: Factors
+    factors: LowRankFactors
     points: Points
     largest: int  # magnitude of a symbol
     outliers: Outliers
@@ -298,7 +298,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     _decode_rows(_Content(view, factors, points, largest, outliers, header.dtype), streams, out, weight, accumulate)
 
 
-def _no_rank(reader: Reader, view: TensorView) -> Factors:
+def _no_rank(reader: Reader, view: TensorView) -> LowRankFactors:
     if reader.byte():
         raise FrameError("blocks have no prediction")
     return no_factors(view)

@@ -68,7 +68,8 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
 @where(flat_fp32)
 def rebuild(
     out: torch.Tensor, symbols: torch.Tensor | None, values: torch.Tensor, outliers: tuple[torch.Tensor, torch.Tensor],
-    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor], source: Source | None = None,
+    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor],
+    source: Source | None = None,
 ) -> None:  # fmt: skip
     """Make values in one pass, a few rows at a time."""
     left, right, rank = NO_FLOATS, NO_SIGNED, 0

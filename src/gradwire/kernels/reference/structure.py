@@ -137,7 +137,8 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
 
 def rebuild(
     out: torch.Tensor, symbols: torch.Tensor | None, values: torch.Tensor, outliers: tuple[torch.Tensor, torch.Tensor],
-    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor], source: Source | None = None,
+    prediction: Prediction | None, first: int, width: int, matrices: Sequence[torch.Tensor],
+    source: Source | None = None,
 ) -> None:  # fmt: skip
     """Write what rows `first`, first+1, … stand for to `out`: values of symbols, outliers, prediction, transform.
 
