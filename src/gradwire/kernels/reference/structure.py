@@ -163,7 +163,8 @@ def rebuild(
 
 def gram(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
     """Return aᵀ·b in fp64, for two sets of a few columns. A fit, as `project_rows`."""
-    return np.einsum("ni,nj->ij", a.numpy().astype(np.float64), b.numpy().astype(np.float64))
+    products: np.ndarray = np.einsum("ni,nj->ij", a.numpy().astype(np.float64), b.numpy().astype(np.float64))
+    return products
 
 
 def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
