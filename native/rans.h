@@ -91,6 +91,25 @@ inline const uint8_t* decode_row(const RansTable& t, size_t row, int width, uint
     return end;
 }
 
+// The symbols with a frequency, in order: tables in registers, of 16 entries, number only these, so that their starts
+// differ. For decoders that look for a slot's symbol by comparing.
+constexpr int kPresent = 16;
+
+struct Present {
+    int count = 0;
+    uint8_t symbol[kPresent] = {};
+    uint32_t before[2 * kPresent];  // the last slot before each; above all slots for those there are not
+
+    explicit Present(const RansTable& t) {
+        for (uint32_t& slot : before) slot = (1u << t.precision) - 1;
+        for (int s = 0; s < t.symbols; s++)
+            if (t.frequency[s]) {
+                before[count] = t.start[s] - 1;
+                symbol[count++] = uint8_t(s);
+            }
+    }
+};
+
 inline bool all_at_start(const uint32_t* x, int lanes) {
     for (int l = 0; l < lanes; l++)
         if (x[l] != kLow) return false;

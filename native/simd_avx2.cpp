@@ -210,22 +210,6 @@ Coded quantize_rans(const Quantizer& q, const Stream& s, const RansTable& t, int
 
 // ── decoding ──
 
-// The symbols with a frequency, in order: the tables of a decoder number only these, so that their starts differ.
-struct Present {
-    int count = 0;
-    uint8_t symbol[kEntries] = {};
-    uint32_t before[2 * kEntries];  // the last slot before each; above all slots for those there are not
-
-    explicit Present(const RansTable& t) {
-        for (uint32_t& slot : before) slot = (1u << t.precision) - 1;
-        for (int s = 0; s < t.symbols; s++)
-            if (t.frequency[s]) {
-                before[count] = t.start[s] - 1;
-                symbol[count++] = uint8_t(s);
-            }
-    }
-};
-
 // The number of a slot's symbol is found by binary search. The starts to compare with are shifted by 8, 4, 2 and 1,
 // so that the number so far is the index of the next one; they are smaller by one, as there is only "greater".
 // Coarse tables (8 bits) are searched in bytes, with the highest bit flipped because comparisons are signed.
