@@ -10,7 +10,7 @@ PIP    := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c cons
 NATIVE := $(wildcard native/* src/gradwire/aggregator/packet/*.h) CMakeLists.txt
 CUDA_SOURCES := $(foreach folder,gpu cuda_runtime kernels/cuda,$(wildcard src/gradwire/$(folder)/sources/*.cu src/gradwire/$(folder)/sources/*.h))
 C_SOURCES := $(wildcard native/*.cpp native/*.h tests/native_tsan/*.cpp src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c) \
-	$(CUDA_SOURCES) $(wildcard tests/support/cuda_on_cpu/*.h)
+	$(CUDA_SOURCES) $(wildcard tests/support/cuda_on_cpu/*.h tests/native_arm64/*.cpp tests/native_arm64/nanobind/*.h)
 
 .PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize soak exits torch-matrix clean
 

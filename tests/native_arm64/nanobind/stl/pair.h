@@ -1,0 +1,1 @@
+#include "nanobind/nanobind.h"
