@@ -12,6 +12,9 @@ const Kernels* const kAll[] = {
     &avx2_kernels,
     &avx512_kernels,
 #endif
+#ifdef GRADWIRE_NEON
+    &neon_kernels,
+#endif
 };
 
 bool supported(const Kernels* k) {
@@ -25,6 +28,9 @@ bool supported(const Kernels* k) {
                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2") &&
                __builtin_cpu_supports("popcnt");
+#endif
+#ifdef GRADWIRE_NEON
+    if (k == &neon_kernels) return true;
 #endif
     return k == &portable_kernels;
 }

@@ -55,6 +55,9 @@ extern const GridKernels portable_grid;
 #ifdef GRADWIRE_X86
 extern const GridKernels avx2_grid, avx512_grid;
 #endif
+#ifdef GRADWIRE_NEON
+extern const GridKernels neon_grid;
+#endif
 const GridKernels& grid_kernels();  // the ones in use
 
 // What a grid comes to on a sorted sample of n entries and `zeros` more that are zero: see reference/grid.py.

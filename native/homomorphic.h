@@ -66,6 +66,9 @@ extern const HomomorphicKernels portable_homomorphic;
 #ifdef GRADWIRE_X86
 extern const HomomorphicKernels avx2_homomorphic, avx512_homomorphic;
 #endif
+#ifdef GRADWIRE_NEON  // which has no gather, and is what the compiler vectorises the plain loops for
+inline constexpr const HomomorphicKernels& neon_homomorphic = portable_homomorphic;
+#endif
 const HomomorphicKernels& homomorphic_kernels();  // the ones in use
 
 bool are_ascending(const int64_t* positions, size_t n, int64_t limit);

@@ -1,11 +1,16 @@
 // The native kernels: the operations of src/gradwire/kernels/reference/ on flat arrays, bit for bit.
 //
-// Every instruction set fills in one `Kernels` table (portable.cpp, simd_avx2.cpp, simd_avx512.cpp);
+// Every instruction set fills in one `Kernels` table (portable.cpp, simd_avx2.cpp, simd_avx512.cpp, simd_neon.cpp);
 // dispatch.cpp chooses between them at run time. The bytes are the same from all of them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+// Every arm64 has NEON: the compiler says so, and no option is needed. (Of x86, the build says it: CMakeLists.txt.)
+#if defined(__aarch64__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define GRADWIRE_NEON 1
+#endif
 
 namespace gradwire {
 
@@ -104,15 +109,20 @@ extern const Kernels portable_kernels;
 #ifdef GRADWIRE_X86
 extern const Kernels avx2_kernels, avx512_kernels;
 #endif
+#ifdef GRADWIRE_NEON
+extern const Kernels neon_kernels;
+#endif
 
 const Kernels& kernels();  // the ones in use
 bool use_kernels(const char* name);  // false if this machine lacks them
 const char* const* available_kernels();  // null-terminated, best last
 
-// Of portable_x, avx2_x and avx512_x the one that goes with kernels(); elsewhere than on x86 there is only the first.
+// Of portable_x, avx2_x, avx512_x and neon_x the one that goes with kernels(), as far as this machine has them.
 #ifdef GRADWIRE_X86
 #define GRADWIRE_IN_USE(x)                                                                                             \
     (&kernels() == &avx512_kernels ? avx512_##x : &kernels() == &avx2_kernels ? avx2_##x : portable_##x)
+#elif defined(GRADWIRE_NEON)
+#define GRADWIRE_IN_USE(x) (&kernels() == &neon_kernels ? neon_##x : portable_##x)
 #else
 #define GRADWIRE_IN_USE(x) portable_##x
 #endif

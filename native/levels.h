@@ -42,6 +42,9 @@ extern const LevelKernels portable_levels;
 #ifdef GRADWIRE_X86
 extern const LevelKernels avx2_levels, avx512_levels;
 #endif
+#ifdef GRADWIRE_NEON
+extern const LevelKernels neon_levels;
+#endif
 
 const LevelKernels& level_kernels();  // of the instruction set in use
 

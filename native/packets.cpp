@@ -5,7 +5,10 @@
 namespace gradwire {
 namespace {
 const PacketKernels portable_packets = Lanes<Vector2>::kernels();
-}
+#ifdef GRADWIRE_NEON  // whose vectors are those of the portable loops
+constexpr const PacketKernels& neon_packets = portable_packets;
+#endif
+}  // namespace
 
 const PacketKernels& packet_kernels() { return GRADWIRE_IN_USE(packets); }
 

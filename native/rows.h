@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace gradwire {
 
 enum MemoryKind { kNoMemory, kFloatMemory, kHalfMemory };
@@ -46,6 +48,9 @@ struct RowKernels {
 extern const RowKernels portable_rows;
 #ifdef GRADWIRE_X86
 extern const RowKernels avx2_rows, avx512_rows;
+#endif
+#ifdef GRADWIRE_NEON  // whose vectors are those of the portable loops
+inline constexpr const RowKernels& neon_rows = portable_rows;
 #endif
 
 void join_rows(const Side (&sides)[2], size_t count, float keep, double* scores, int threads);

@@ -25,6 +25,9 @@ extern const SketchKernels portable_sketch;
 #ifdef GRADWIRE_X86
 extern const SketchKernels avx2_sketch, avx512_sketch;
 #endif
+#ifdef GRADWIRE_NEON  // which has no gather, and is what the compiler vectorises the plain loops for
+inline constexpr const SketchKernels& neon_sketch = portable_sketch;
+#endif
 
 void sketch_estimates(const SketchTable& table, uint64_t first, size_t n, float* out, int threads);
 

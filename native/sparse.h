@@ -43,6 +43,9 @@ static inline Found scan_rest(const Stream& s, float decay, Lows low, uint32_t* 
 Found avx2_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 Found avx512_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
 #endif
+#ifdef GRADWIRE_NEON
+Found neon_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value);
+#endif
 
 // An array that grows, and does not touch memory before it is used.
 template <class T>

@@ -1,4 +1,4 @@
-"""The instruction sets of the native kernels: portable, and those of wider vectors that this machine has."""
+"""The instruction sets of the native kernels: portable, and those with vectors that this machine has."""
 
 from __future__ import annotations
 
