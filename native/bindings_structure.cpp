@@ -38,14 +38,6 @@ Compensated make_source(const Floats& gradient, const std::optional<Floats>& mem
     return {gradient.data(), memory ? memory->data() : nullptr, decay};
 }
 
-void transform(FloatsOut x, Floats matrices, const std::vector<int>& sizes, bool inverse, int threads) {
-    size_t kernel;
-    const std::vector<Axis> axes = make_axes(matrices, sizes, inverse, kernel);
-    require(x.size() % kernel == 0, "x is not made of whole kernels");
-    nb::gil_scoped_release release;
-    transform_kernels(x.data(), x.size(), axes, int(kernel), threads);
-}
-
 void rebuild(std::optional<Bytes> symbols, Floats values, FloatsOut out, size_t width, Ints positions, Floats outliers,
              Floats left, Signed right, int rank, Floats matrices, const std::vector<int>& sizes,
              std::optional<Floats> gradient, std::optional<Floats> memory, float decay, int threads) {
@@ -174,7 +166,6 @@ void merge(Bytes streams, IntsOut positions, Bytes zeros, Scales rows, Scales co
 }  // namespace
 
 void bind_structure(nb::module_& m) {
-    m.def("transform_kernels", transform);
     m.def("structure_rebuild", rebuild, nb::arg("symbols").none(), nb::arg("values"), nb::arg("out"), nb::arg("width"),
           nb::arg("positions"), nb::arg("outliers"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
           nb::arg("matrices"), nb::arg("sizes"), nb::arg("gradient").none(), nb::arg("memory").none(), nb::arg("decay"),

@@ -33,12 +33,6 @@ void in_rows(size_t rows, size_t width, int threads, const Work& work) {
 
 }  // namespace
 
-void transform_kernels(float* x, size_t count, const std::vector<Axis>& axes, int kernel, int threads) {
-    in_rows(count / kernel, kernel, threads, [&](size_t first, size_t last) {
-        loops().transform(x + first * kernel, (last - first) * kernel, axes.data(), int(axes.size()), kernel);
-    });
-}
-
 void rebuild_rows(const Rebuild& r, float* out, int threads) {
     in_rows(rows_of(r.count, r.width), r.width, threads,
             [&](size_t first, size_t last) { loops().rebuild(r, first, last, out + first * r.width); });

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels.h"
+
 namespace gradwire {
 
 constexpr int kDirections = 16;  // columns of a basis; with fewer, the others are zero
@@ -60,6 +62,8 @@ struct StructureLoops {
 extern const StructureLoops portable_structure;
 #ifdef GRADWIRE_X86
 extern const StructureLoops avx2_structure, avx512_structure;
+#elif defined(GRADWIRE_NEON)  // whose vectors the portable loops are made of already
+inline constexpr const StructureLoops& neon_structure = portable_structure;
 #endif
 
 // Scales of rows, columns and coefficients; the class of an entry is their sum less the base, limited.
@@ -77,7 +81,6 @@ bool split_classes(const Classes& c, const uint8_t* symbols, size_t count, uint8
 bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_t* positions, const uint8_t* zeros,
                    size_t first_row, size_t count, uint8_t* symbols);
 
-void transform_kernels(float* x, size_t count, const std::vector<Axis>& axes, int kernel, int threads);
 void rebuild_rows(const Rebuild& r, float* out, int threads);
 // u of all entries, transformed, and its energies.
 void prepare_rows(const Compensated& source, size_t count, size_t width, const std::vector<Axis>& axes, int kernel,

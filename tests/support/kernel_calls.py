@@ -60,6 +60,18 @@ def call_with_all_recipes(sizes: list[int]) -> None:
 Rng = np.random.Generator
 
 
+def call_with_shapes() -> None:
+    """Smooth kernels, a matrix of low rank with rows of unlike scales, and blocks, of which the last is cut off."""
+    smooth = [gradient(40 * 16, 1).view(40, 16, *[1] * len(axes)).expand(40, 16, *axes) for axes in ((3, 3), (5,))]
+    low_rank = torch.outer(gradient(96, 2) * torch.logspace(-2, 1, 96), gradient(128, 3))
+    low_rank *= smooth[0].std() / low_rank.std()
+    for seed, pattern in enumerate([*smooth, low_rank, torch.zeros(5000)]):
+        tensor = pattern + 0.01 * gradient(pattern.numel(), seed).view(pattern.shape)
+        for spec in ("structured", "structured:nmse=0.2,rank=0"):
+            memory = 0.01 * gradient(tensor.numel(), seed + 1)
+            decode_all_ways(encode_into(gradwire.codec(spec), tensor, residual=memory, decay=0.9))
+
+
 def a_table(rng: Rng, size: int, precision: int) -> np.ndarray:
     """Frequencies: some zero, or one of nearly all."""
     frequencies = rng.multinomial(2**precision, rng.dirichlet([rng.choice([0.01, 0.2, 1.0, 50.0])] * size))

@@ -14,7 +14,7 @@ from gradwire.kernels.reference.structure import Energies, Prediction, Scales, S
 
 __all__ = [
     "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns", "project_rows", "rebuild",
-    "split_classes", "transform_kernels",
+    "split_classes",
 ]  # fmt: skip
 
 DIRECTIONS = 16  # columns of a basis, as the native kernels want them
@@ -23,13 +23,6 @@ NO_FLOATS, NO_SIGNED = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int8)
 
 def _flat(matrices: Sequence[torch.Tensor]) -> np.ndarray:
     return np.concatenate([m.numpy().reshape(-1) for m in matrices]) if matrices else NO_FLOATS
-
-
-@where(flat_fp32)
-def transform_kernels(x: torch.Tensor, matrices: Sequence[torch.Tensor], inverse: bool) -> None:
-    """Transform kernels, sixteen side by side."""
-    sizes = [len(matrix) for matrix in matrices]
-    _native.transform_kernels(as_array(x), _flat(matrices), sizes, inverse, torch.get_num_threads())
 
 
 @where(flat_fp32)
