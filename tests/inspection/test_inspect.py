@@ -142,13 +142,13 @@ def test_where_the_bytes_of_a_structured_frame_go(tmp_path: Path) -> None:
     rows, columns = gradient(60, 1, scale=1.0).view(60, 1), gradient(50, 2, scale=1.0)
     kernels = (gradient(640, 3).view(64, 10, 1, 1) * torch.ones(3, 3)) + 1e-5 * gradient(5760, 4).view(64, 10, 3, 3)
     for tensor, view in (
-        (rows * columns + 0.5 * gradient(3000, scale=1.0).view(60, 50), "matrix of 60×50"),
-        (kernels, "kernels of 64×10×9"), (gradient(4100) * 2.0 ** (torch.arange(4100) // 999 * 4), "blocks of "),
-        (rows * columns * 0, "matrix of 60×50"),
+        (rows * columns + 0.5 * gradient(3000, scale=1.0).view(60, 50), "matrix"),
+        (kernels, "kernels of 3×3"), (gradient(4100) * 2.0 ** (torch.arange(4100) // 999 * 4), "blocks of "),
+        (rows * columns * 0, "matrix"),
     ):  # fmt: skip
         frame = gradwire.codec("structured").encode(tensor)
         report, plain = frames.describe(frame), plain_decode(frame)
-        assert report.format is not None and report.format.startswith(view)
+        assert str(report.details["view"]).startswith(view)
         assert (report.details["rank"], report.header_bytes) == (len(plain.terms), plain.header_bytes)
         assert report.frame_bytes == len(frame)
         if plain.symbols:
