@@ -110,7 +110,7 @@ def test_costs() -> None:
 def test_structure_is_a_candidate_where_bits_take_longer_than_coding() -> None:
     """By hand: 2 bits at 2 MB/s are 125 ns; coding takes 50 ns and 3 for each of two ranks."""
     assert structure_may_pay(Speed(1e-3, 2e6), 2) and not structure_may_pay(Speed(1e-3, 2e8), 2)
-    assert structure_may_pay(Speed(1e-3, 1e7), 8) and not structure_may_pay(Speed(1e-3, 1e7), 2)
+    assert structure_may_pay(Speed(1e-3, 3e7), 8) and not structure_may_pay(Speed(1e-3, 3e7), 2)
     assert auto.candidates(halves=True, structured=False) == list(CANDIDATES)
     tried = auto.candidates(halves=False, structured=True)
     assert tried[-2:] == ["structured", EXACT] and HALF not in tried and "structured" in auto.RECIPE_NAMES

@@ -27,7 +27,7 @@ PROBES = (2**12, 2**16, 2**20)  # bytes; a larger one only if the last was over 
 LONG_ENOUGH = 0.005  # seconds
 # Of `structured` beside `co3`: the bits of an entry that it saves on gradients with structure, and the seconds that it
 # takes more, on one core of a server (docs/structure.md).
-STRUCTURE_BITS, STRUCTURE_ENCODE_S, STRUCTURE_DECODE_S = 2.0, 50e-9, 3e-9
+STRUCTURE_BITS, STRUCTURE_ENCODE_S, STRUCTURE_DECODE_S = 2.3, 12e-9, 5e-9
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ file for a family of kernels, of the same name:
     sparse        selection of the largest entries (topk, sbc, stc, dgc, m22)
     sketch        count-sketches
     homomorphic   words on a grid, index, sketch, peeling
+    structure     transforms of kernels, predictions of low rank, classes of entries (structured)
     rows          rows of a batch that make a weight gradient (gradwire.backward)
     coders        symbols to bytes: rANS, Huffman, packed bits; the checksum
     positions     positions to bytes: Golomb codes, classes of gaps
