@@ -34,12 +34,10 @@ class Stub(types.ModuleType):
         return sys.modules.get(f"{self.__name__}.{name}") or type(name, (), {"__init__": lambda self, *a, **k: None})
 
 
-for module in UNUSED:
-    if importlib.util.find_spec(module.split(".")[0]) is None or isinstance(
-        sys.modules.get(module.split(".")[0]), Stub
-    ):
-        sys.modules[module] = Stub(module)
-        sys.modules[module].__path__ = []  # type: ignore[attr-defined]
+MISSING = [module for module in UNUSED if importlib.util.find_spec(module.split(".")[0]) is None]
+for module in MISSING:
+    sys.modules[module] = Stub(module)
+    sys.modules[module].__path__ = []  # type: ignore[attr-defined]
 
 from nncodec.tensor import decode, encode  # noqa: E402
 
