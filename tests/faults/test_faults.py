@@ -418,6 +418,15 @@ def test_who_answers_late_after_the_handshake_is_reached_later(monkeypatch):
     assert first.reaches_all
 
 
+def test_what_a_rank_has_said_long_ago_does_not_make_it_late(ranks):
+    """Rank 1 asked this one when they attached, could not be reached itself, and has been killed since."""
+    ranks[0].status.record(ranks[1].status.report)
+    ranks[0].set_activity(diagnosis.WAITING, 8)
+    ranks[0]._reached.clear()
+    vanish(ranks[1])
+    assert "is alive" not in explain(ranks[0])
+
+
 def test_of_two_ranks_the_other_one_is_lost():
     alone = RollCall(1, [4, 6])
     assert explain(alone).startswith("lost rank 4, or it did not answer within the process group's timeout; whether it")

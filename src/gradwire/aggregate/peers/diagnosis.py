@@ -104,8 +104,8 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
     cause = "; ".join(_describe_missing(numbers[rank], state, waited) for rank, state in missing)
     cause = cause or status.wait_for_peer_cause(deadline=0.0)
     if not cause and timed_out:
-        cause = _describe_late(status, numbers, waited)
-    cause = cause or status.wait_for_peer_cause(deadline) or _describe_late(status, numbers, waited)
+        cause = _describe_late(roll_call, states, waited)
+    cause = cause or status.wait_for_peer_cause(deadline) or _describe_late(roll_call, states, waited)
     cause = cause or _describe_unknown(roll_call, timed_out, timeout)
     roll_call.announce_failure(cause, [rank for rank, state in states.items() if state in (ALIVE, SILENT, ENDING)])
     return f"{cause} ({_first_line(error)})"
@@ -130,12 +130,16 @@ def _describe_missing(rank: int, state: str, waited: str) -> str:
     return f"rank {rank} cannot be reached {waited}: its machine or the network to it is down"
 
 
-def _describe_late(status: SharedStatus, numbers: list[int], waited: str) -> str:
-    """Name the ranks that are at another step or do something else than this one; empty if there are none."""
-    here = status.report
+def _describe_late(roll_call: RollCall, states: dict[int, str], waited: str) -> str:
+    """Name the ranks that are at another step or do something else than this one; empty if there are none.
+
+    Only those that have just answered: what another said when it attached is old by now, and it may be lost.
+    """
+    here, numbers = roll_call.status.report, roll_call.ranks
     # It is in an exchange, even if another of its exchanges has ended meanwhile and said that it computes.
     doing = WAITING if here.doing == COMPUTING else here.doing
-    elsewhere = [r for r in status.peer_reports(failed=False) if (r.step, r.doing) != (here.step, doing)]
+    answers = [r for r in roll_call.status.peer_reports(failed=False) if states.get(r.rank) == ALIVE]
+    elsewhere = [r for r in answers if (r.step, r.doing) != (here.step, doing)]
     if not elsewhere:
         return ""
     this_rank = f"rank {numbers[here.rank]} {doing} in step {here.step}"
