@@ -14,7 +14,7 @@ from typing import Protocol
 
 from gradwire.aggregate.peers import interpreter_exit
 from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
-from gradwire.aggregate.peers.status_server import ENDING, SharedStatus
+from gradwire.aggregate.peers.status_server import ENDING
 from gradwire.errors import AggregateError
 
 WAITING, COMPUTING = "waits for the others", "computes"  # what a rank is doing
