@@ -1,11 +1,13 @@
 """Codecs on a GPU: checked against the reference on fresh random data, then timed beside their peers.
 
-python benchmarks/gpu.py                      all recipes, 67 M entries
-python benchmarks/gpu.py --entries 4194304    a smaller tensor
-python benchmarks/gpu.py --only co3 --json benchmarks/results/gpu.json
+python benchmarks/gpu.py --profile --json benchmarks/results/gpu.json     everything, 67 M entries
+python benchmarks/gpu.py --entries 4194304                                a smaller tensor
+python benchmarks/gpu.py --only co3 --peers none                          one recipe
 
 Times are medians of CUDA events around whole calls, launches included; GB/s are of fp32 gradient in (encoding) or out
 (decoding). Outputs are filled with NaN or 0xAA before every check, so that nothing that was there before can pass.
+The file of --json is written after every row, so that a run that was cut short has what it found. nvCOMP is timed if
+nvidia-nvcomp is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +29,11 @@ from gradwire.frame import headers
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder, can_encode
 from gradwire.gpu.families import FrameTask, TensorTask
+from gpu_peers import DEVICE, gradient, homomorphic, milliseconds, nvcomp_ans, plain, read_compiled, start_compiled
+from gpu_programs import architecture, start_compiling
 
-DEVICE = torch.device("cuda")
 SPECS = ["co3", "co3:format=fp8", "ecq", "sbc", "sbc:p=0.001", "topk", "topk:p=0.001", "stc", "orq", "bingrad", "qsgd",
          "terngrad", "signsgd"]  # fmt: skip
-
-
-def gradient(count: int, seed: int) -> torch.Tensor:
-    """Return numbers with heavier tails than a Normal, as gradients have."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    x = torch.randn(count, device=DEVICE, generator=generator)
-    return x * x.abs().sqrt() * 1e-3
-
-
-def milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the median time of a call on the GPU."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 class Contestant:
@@ -110,90 +89,130 @@ class Contestant:
     def encode_ms(self) -> float:
         return milliseconds(lambda: self.encoder.encode(self.tasks, self.out))
 
+    def encode_host_us(self) -> float:
+        """Return the median time that the host takes to start an encoding, while the GPU has nothing else to do."""
+        times = []
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.encoder.encode(self.tasks, self.out)
+            times.append(time.perf_counter() - start)
+        return 1e6 * statistics.median(times)
+
     def decode_ms(self, ranks: int) -> float:
         length = self.encode()
         message = self.out[:length]
         present = [[True] * len(self.sizes)] * ranks
         return milliseconds(lambda: self.decoder.average(self.targets, [message] * ranks, present, 1 / ranks))
 
+    def decode_one_by_one_ms(self, ranks: int) -> float:
+        """Return the time of decoding messages one after the other, and adding each to a sum."""
+        length, present = self.encode(), [[True] * len(self.sizes)]
+        message, sums = self.out[:length], [torch.zeros_like(g) for g in self.gradients]
 
-def peers(count: int) -> dict[str, float]:
-    """Return the times of what one would use without gradwire."""
-    x = gradient(count, 1)
-    out = torch.empty_like(x)
+        def call() -> None:
+            for _ in range(ranks):
+                self.decoder.average(self.targets, [message], present, 1 / ranks)
+                for total, target in zip(sums, self.targets, strict=True):
+                    total.add_(target.tensors[0])
 
-    def eager_qsgd() -> torch.Tensor:
-        y = (x.abs() * (4 / x.abs().max()) + torch.rand_like(x)).floor()
-        return (y * x.sign()).to(torch.int8)
+        return milliseconds(call, 7)
 
-    memory, after = gradient(count, 2), torch.empty_like(x)
-
-    def rounded() -> torch.Tensor:
-        u = x + 0.9 * memory
-        symbols = (u * 1e3).round().clamp(-7, 7)
-        after.copy_(u - symbols * 1e-3)
-        return symbols.to(torch.int8)
-
-    compiled = torch.compile(rounded)
-    return {
-        "compiled rounding": milliseconds(compiled),
-        "copy": milliseconds(lambda: out.copy_(x)),
-        "torch.topk 1%": milliseconds(lambda: torch.topk(x.abs(), count // 100), 5),
-        "eager QSGD": milliseconds(eager_qsgd, 5),
-        "cast to fp16": milliseconds(x.half),
-    }
+    def kernels_us(self) -> dict[str, float]:
+        """Return the time of each kernel of an encoding and a decoding, by torch's profiler."""
+        message, repeats = self.out[: self.encode()], 5
+        present = [[True] * len(self.sizes)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(repeats):
+                self.encoder.encode(self.tasks, self.out).wait()
+                self.decoder.average(self.targets, [message], present, 1.0).wait()
+            torch.cuda.synchronize()
+        return {event.key: round(event.device_time_total / repeats, 1) for event in profile.key_averages()}
 
 
-def measure(specs: list[str], entries: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    gigabytes = entries * 4 / 1e9
-    for spec in specs:
-        if not can_encode(gradwire.recipe(spec).codec.converter, torch.float32, DEVICE):
-            print(f"{spec:18} has no kernels here", flush=True)
-            continue
-        start = time.time()
-        row: dict[str, Any] = {}
-        for sizes in ([1, 33, 4096, 70001, 1 << 20], [200003] * 3):
-            found = Contestant(spec, sizes, seed=len(sizes)).check()
-            row["check"] = found
-            if "error" in found:
-                print(f"{spec:18} {sizes}: {found['error']}", flush=True)
-                break
-        big = Contestant(spec, [entries])
-        length = big.encode()
-        if length is None:
-            print(f"{spec:18} was left to the host", flush=True)
-            continue
-        row |= {"bits": 8 * length / entries, "encode_ms": big.encode_ms(), "decode_ms": big.decode_ms(1)}
-        row["decode_8_ms"] = big.decode_ms(8)
-        row |= {"encode_GBs": gigabytes / row["encode_ms"] * 1e3, "decode_GBs": gigabytes / row["decode_ms"] * 1e3}
-        del big
-        small = Contestant(spec, [1 << 20])
-        row["encode_1M_us"] = 1e3 * small.encode_ms()
-        bucket = Contestant(spec, [1 << 18] * 16)
-        row["encode_16x256k_us"], row["decode_16x256k_us"] = 1e3 * bucket.encode_ms(), 1e3 * bucket.decode_ms(2)
-        results[spec] = row
-        print(
-            f"{spec:18} {row['bits']:6.3f} bits  encode {row['encode_ms']:8.3f} ms {row['encode_GBs']:7.0f} GB/s  "
-            f"decode {row['decode_ms']:8.3f} ms {row['decode_GBs']:7.0f} GB/s  8 frames {row['decode_8_ms']:8.3f} ms  "
-            f"1M {row['encode_1M_us']:6.0f} us  16x256k {row['encode_16x256k_us']:6.0f}/"
-            f"{row['decode_16x256k_us']:6.0f} us  "
-            f"{row['check']}  ({time.time() - start:.0f} s)", flush=True,
-        )  # fmt: skip
-    return results
+CHECKED = [1, 33, 4096, 70001, 1 << 20], [200003] * 3  # sizes of the tensors of two messages
 
 
-def kernels_of(spec: str, entries: int) -> dict[str, float]:
-    """Return the time of each kernel in microseconds, by torch's profiler."""
+def checked(spec: str) -> dict[str, Any]:
+    """Return what checks have found, of small messages."""
+    found: dict[str, Any] = {}
+    for sizes in CHECKED:
+        found = Contestant(spec, sizes, seed=len(sizes)).check()
+        if "error" in found:
+            return {"error": f"{sizes}: {found['error']}"}
+    return found
+
+
+def measure(spec: str, entries: int, profiled: bool) -> dict[str, Any]:
+    """Check a recipe, and time it."""
+    row: dict[str, Any] = {"check": checked(spec)}
     big = Contestant(spec, [entries])
-    big.encode()
-    big.decode_ms(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        big.encode()
-        message = big.out[: big.encode()]
-        big.decoder.average(big.targets, [message] * 2, [[True]] * 2, 0.5).wait()
-        torch.cuda.synchronize()
-    return {event.key: event.device_time_total / event.count for event in profile.key_averages()}
+    length = big.encode()
+    if length is None:
+        return row | {"error": "the message was left to the host"}
+    row |= {"bits": 8 * length / entries, "encode_ms": big.encode_ms(), "decode_ms": big.decode_ms(1)}
+    row |= {f"{what}_GBs": entries * 4e-6 / row[f"{what}_ms"] for what in ("encode", "decode")}
+    row["decode_8_ms"] = big.decode_ms(8)
+    row["decode_8_one_by_one_ms"] = big.decode_one_by_one_ms(8)
+    if profiled:
+        row["kernels_us"] = big.kernels_us()
+    del big
+    small = Contestant(spec, [1 << 20])
+    row["encode_1M_us"], row["encode_1M_host_us"] = 1e3 * small.encode_ms(), small.encode_host_us()
+    row["decode_1M_us"] = 1e3 * small.decode_ms(1)
+    if profiled:
+        row["kernels_1M_us"] = small.kernels_us()
+    bucket = Contestant(spec, [1 << 18] * 16)
+    row["encode_16x256k_us"], row["decode_16x256k_us"] = 1e3 * bucket.encode_ms(), 1e3 * bucket.decode_ms(2)
+    return row
+
+
+def show(spec: str, row: dict[str, Any], seconds: float) -> None:
+    if "error" in row:
+        print(f"{spec:15} {row['error']}", flush=True)
+        return
+    print(
+        f"{spec:15} {row['bits']:6.3f} bits  encode {row['encode_ms']:7.3f} ms {row['encode_GBs']:5.0f} GB/s  "
+        f"decode {row['decode_ms']:7.3f} ms {row['decode_GBs']:5.0f} GB/s  "
+        f"8 frames {row['decode_8_ms']:6.3f} ms (one by one {row['decode_8_one_by_one_ms']:6.3f})  "
+        f"1M {row['encode_1M_us']:4.0f} us (host {row['encode_1M_host_us']:4.0f}) / {row['decode_1M_us']:4.0f}  "
+        f"16x256k {row['encode_16x256k_us']:4.0f} / {row['decode_16x256k_us']:4.0f} us  "
+        f"{row['check']}  ({seconds:.0f} s)", flush=True,
+    )  # fmt: skip
+    for label in ("kernels_us", "kernels_1M_us"):
+        if label in row:
+            listed = sorted(row[label].items(), key=lambda item: -item[1])
+            print(f"    {label}: " + ", ".join(f"{name[:30]} {us}" for name, us in listed if us >= 1), flush=True)
+
+
+def peers(entries: int, compiled: float | None) -> dict[str, Any]:
+    """Return the times of peers; what cannot be timed here says why."""
+    found: dict[str, Any] = {"ms": plain(entries)}
+    if compiled is not None:
+        found["ms"]["torch.compile of fp4 + memory"] = compiled
+    for name, ms in found["ms"].items():
+        print(f"{name:30} {ms:8.3f} ms {entries * 4e-6 / ms:7.0f} GB/s", flush=True)
+
+    def both(label: str, row: dict[str, float]) -> None:
+        found[label] = row
+        rates = [f"{what} {row[f'{what}_ms']:8.3f} ms {entries * 4e-6 / row[f'{what}_ms']:6.0f} GB/s"
+                 for what in ("encode", "decode")]  # fmt: skip
+        print(f"{label:30} " + "  ".join(rates) + (f"  {row['bytes']} bytes" if "bytes" in row else ""), flush=True)
+
+    try:
+        both("homomorphic, 5%", homomorphic(entries))
+    except Exception as error:  # a peer, or what it needs, may not work here: everything else is still worth timing
+        print(f"homomorphic: {error!r}", flush=True)
+    co3 = Contestant("co3", [entries])
+    co3.encode()
+    symbols = co3.encoder.workspace.room("symbols", entries)[:entries].clone()
+    del co3
+    try:
+        both("nvCOMP's ANS of co3's symbols", nvcomp_ans(symbols))
+        both("the same, two in a byte", nvcomp_ans(symbols[::2] | symbols[1::2] << 4))
+    except Exception as error:
+        print(f"nvCOMP: {error!r}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -201,23 +220,46 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=1 << 26)
     parser.add_argument("--only", nargs="*", default=SPECS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", action="store_true", help="list the time of each kernel")
+    parser.add_argument("--profile", action="store_true", help="list the time of each kernel, too")
+    parser.add_argument("--peers", choices=("all", "none"), default="all")
+    parser.add_argument("--compile-limit", type=float, default=60, help="seconds that torch.compile may take")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
-    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    results = {"device": torch.cuda.get_device_name(), "entries": options.entries}
-    results["peers_ms"] = peers(options.entries)
-    for name, ms in results["peers_ms"].items():
-        print(f"{name:18} {ms:8.3f} ms {options.entries * 4e-6 / ms:7.0f} GB/s", flush=True)
-    results["codecs"] = measure(options.only, options.entries)
-    if options.profile:
-        for spec in options.only:
-            print(spec, flush=True)
-            for name, us in kernels_of(spec, options.entries).items():
-                print(f"    {name[:60]:60} {us:9.1f} us", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    start = time.time()
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results |= {"entries": options.entries, "codecs": {}}
+
+    def save() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    print(results["device"], torch.__version__, flush=True)
+    compiling, compiled = start_compiling(architecture()), None
+    if options.peers == "all":
+        compiled = read_compiled(start_compiled(options.entries), options.compile_limit)
+    if any([process.wait() for process in compiling]):
+        print("some programs were not compiled", flush=True)
+    print(f"compiled ({time.time() - start:.0f} s)", flush=True)
+    if options.peers == "all":
+        results["peers"] = peers(options.entries, compiled)
+        print(f"peers ({time.time() - start:.0f} s)", flush=True)
+        save()
+    for spec in options.only:
+        if not can_encode(gradwire.recipe(spec).codec.converter, torch.float32, DEVICE):
+            print(f"{spec:15} has no kernels here", flush=True)
+            continue
+        began = time.time()
+        try:
+            results["codecs"][spec] = measure(spec, options.entries, options.profile)
+        except Exception as error:  # one recipe that fails hides no other
+            results["codecs"][spec] = {"error": repr(error)}
+        show(spec, results["codecs"][spec], time.time() - began)
+        save()
+    print(f"all of it ({time.time() - start:.0f} s)", flush=True)
+    failed = [spec for spec, row in results["codecs"].items() if "error" in row or "error" in row["check"]]
+    if failed:
+        sys.exit(f"failed: {failed}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 python benchmarks/gpu_steps.py                          one rank over NCCL: what a hook costs without any link
 python benchmarks/gpu_steps.py --ranks 2 --models gpt2  two ranks that share the GPU, over Gloo
-python benchmarks/gpu_steps.py --json benchmarks/results/gpu_steps.json
+python benchmarks/gpu_steps.py --json benchmarks/results/gpu_steps.json --seconds 170
 
 Times are medians of whole steps (forward, backward, optimizer), by the clock with the GPU synchronized around some ten
-steps at a time. Every hook runs in a process of its own, after the same warm-up.
+steps at a time. Every hook runs in a process of its own, after the same warm-up; the next one imports its modules in
+the meantime, and touches the GPU when its turn has come. `gw:dgc` is timed without its warm-up, which sends more. The
+file of --json is written after every row, and with --seconds rows that would begin later are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +29,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-HOOKS = ["none", "fp16", "powersgd", "gw:auto", "gw:co3", "gw:ecq", "gw:sbc", "gw:dgc", "gw:topk"]
+from gpu_programs import architecture, start_compiling
+
+HOOKS = ["none", "fp16", "powersgd", "gw:auto", "gw:co3", "gw:sbc", "gw:dgc"]
+SPECS = {"dgc": "dgc:warmup=0"}
 
 
 class Block(nn.Module):
@@ -97,14 +103,19 @@ def attach(hook: str, model: DistributedDataParallel, optimizer: Any) -> Any:
     elif hook.startswith("gw:"):
         import gradwire
 
-        spec = hook[3:]
-        if spec in ("sbc", "dgc", "stc") and not isinstance(optimizer, torch.optim.SGD):
-            spec += ":mask=off"  # masking takes over the momentum of SGD; other optimizers keep theirs
+        spec = SPECS.get(hook[3:], hook[3:])
+        if spec.partition(":")[0] in ("sbc", "dgc", "stc") and not isinstance(optimizer, torch.optim.SGD):
+            spec += ("," if ":" in spec else ":") + "mask=off"  # it takes over SGD's momentum; others keep theirs
         return gradwire.ddp.attach(model, spec, optimizer=optimizer)
     return None
 
 
 def worker(options: argparse.Namespace) -> None:
+    if options.hook.startswith("gw:"):
+        import gradwire
+    if options.model == "resnet50":
+        import torchvision
+    sys.stdin.readline()  # the one before has ended
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(0)
     dist.init_process_group("nccl" if world == 1 else "gloo", rank=rank, world_size=world)
@@ -137,7 +148,8 @@ def worker(options: argparse.Namespace) -> None:
     if options.profile and rank == 0:
         profile(step)
     if rank == 0:
-        figures = {"model": options.model, "hook": options.hook, "ms": statistics.median(times), "least": min(times)}
+        figures = {"model": options.model, "hook": options.hook, "batch": options.batch, "length": options.length}
+        figures |= {"ms": statistics.median(times), "least": min(times)}
         figures |= {"loss": float(loss), "memory_GB": torch.cuda.max_memory_allocated() / 1e9}
         if handle is not None:
             figures["stats"] = {k: v for k, v in handle.stats().items() if isinstance(v, (int, float))}
@@ -166,6 +178,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no row begins later than this")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--hook", help=argparse.SUPPRESS)
@@ -173,43 +186,66 @@ def main() -> None:
     if options.hook:
         worker(options)
         return
-    import subprocess
+    for process in start_compiling(architecture()):  # or the first row of each recipe would wait for the compiler
+        process.wait()
+    rows = [(model, hook) for model in options.models for hook in options.hooks]
+    results: list[dict[str, Any]] = []
+    plain = dict.fromkeys(options.models, math.nan)
+    begin, ready = time.time(), start_row(options, 0, *rows[0])
+    for number, (model, hook) in enumerate(rows):
+        ranks, ready = ready, []
+        if time.time() - begin > options.seconds:
+            print(f"{model:10} {hook:12} left out: {options.seconds:.0f} s are over", flush=True)
+            end_row(ranks)
+            break
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("begin\n")
+            rank.stdin.flush()
+        if number + 1 < len(rows):
+            ready = start_row(options, number + 1, *rows[number + 1])
+        output = [rank.communicate()[0] for rank in ranks]
+        found = [line for line in output[0].splitlines() if line.startswith("RESULT ")]
+        if options.profile:
+            print(output[0], flush=True)
+        if not found:
+            print(f"{model:10} {hook:12} failed:\n" + "\n".join(output[0].splitlines()[-12:]), flush=True)
+            continue
+        result = json.loads(found[0][7:]) | {"ranks": options.ranks}
+        if hook == "none":
+            plain[model] = result["ms"]
+        result["over_no_hook"] = result["ms"] / plain[model]
+        results.append(result)
+        print(
+            f"{model:10} {hook:12} {result['ms']:8.1f} ms  {result['over_no_hook']:6.3f}  "
+            f"loss {result['loss']:7.4f}  {result['memory_GB']:6.1f} GB  {result.get('stats', '')}  "
+            f"({time.time() - begin:.0f} s)", flush=True,
+        )  # fmt: skip
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
 
-    results = []
-    for model in options.models:
-        batch = options.batch or ({"gpt2": 16, "resnet50": 256}[model] // (1 if options.ranks == 1 else 2))
-        length = options.length or (1024 if options.ranks == 1 else 512)
-        plain = math.nan
-        for number, hook in enumerate(options.hooks):
-            command = [
-                sys.executable, __file__, "--model", model, "--hook", hook,
-                "--batch", str(batch), "--length", str(length),
-                "--warmup", str(options.warmup), "--steps", str(options.steps), "--rounds", str(options.rounds),
-                *(["--profile"] if options.profile else []),
-            ]  # fmt: skip
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29600 + number), "WORLD_SIZE": str(options.ranks)}
-            ranks = [
-                subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE,
-                                 stderr=subprocess.STDOUT, text=True)
-                for rank in range(options.ranks)
-            ]  # fmt: skip
-            output = [process.communicate()[0] for process in ranks]
-            found = [line for line in output[0].splitlines() if line.startswith("RESULT ")]
-            if options.profile:
-                print(output[0], flush=True)
-            if not found:
-                print(f"{model:10} {hook:12} failed:\n" + "\n".join(output[0].splitlines()[-12:]), flush=True)
-                continue
-            result = json.loads(found[0][7:]) | {"ranks": options.ranks, "batch": batch, "length": length}
-            plain = result["ms"] if hook == "none" else plain
-            result["over_no_hook"] = result["ms"] / plain
-            results.append(result)
-            print(
-                f"{model:10} {hook:12} {result['ms']:8.1f} ms  {result['over_no_hook']:6.3f}  "
-                f"loss {result['loss']:7.4f}  {result['memory_GB']:6.1f} GB  {result.get('stats', '')}", flush=True,
-            )  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+def start_row(options: argparse.Namespace, number: int, model: str, hook: str) -> list[subprocess.Popen[str]]:
+    """Start the processes of one row of the table, which wait for a line on their standard input."""
+    batch = options.batch or ({"gpt2": 16, "resnet50": 256}[model] // (1 if options.ranks == 1 else 2))
+    length = options.length or (1024 if options.ranks == 1 else 512)
+    command = [
+        sys.executable, __file__, "--model", model, "--hook", hook, "--batch", str(batch), "--length", str(length),
+        "--warmup", str(options.warmup), "--steps", str(options.steps), "--rounds", str(options.rounds),
+        *(["--profile"] if options.profile else []),
+    ]  # fmt: skip
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29600 + number), "WORLD_SIZE": str(options.ranks)}
+    return [
+        subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(options.ranks)
+    ]  # fmt: skip
+
+
+def end_row(ranks: list[subprocess.Popen[str]]) -> None:
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
 
 
 if __name__ == "__main__":
