@@ -211,22 +211,30 @@ class DecodeLayout:
         static.write_to(host)
         self._static.copy_(host)
         self.targets["sources"] = base + sources_at + np.arange(len(self.targets)) * self.ranks * SOURCE.itemsize
-        self.messages, self.job = np.zeros(self.ranks, MESSAGE), np.zeros(1, DECODE_JOB)
         dynamic = Blob()
         self._status_at = dynamic.add(np.zeros(1, STATUS))
-        self._parts = [(dynamic.add(a), a) for a in (self.messages, self.targets, self.job)]
+        changing = (np.zeros(self.ranks, MESSAGE), self.targets, np.zeros(1, DECODE_JOB))
+        messages_at, targets_at, job_at = (dynamic.add(array) for array in changing)
         self._dynamic = torch.zeros(dynamic.size, dtype=torch.uint8, device=self.device)
         self._host, self.status = host_bytes(dynamic.size, self.device), host_bytes(STATUS.itemsize, self.device)
-        start = self._dynamic.data_ptr()
+        dynamic.write_to(self._host)
+        view, start = self._host.numpy(), self._dynamic.data_ptr()
+        # They are written to that memory from now on, from which the device copies them.
+        self.messages, self.targets, self.job = (
+            view[at : at + array.nbytes].view(array.dtype)
+            for at, array in zip((messages_at, targets_at, job_at), changing, strict=True)
+        )
+        self._status_of_host = view[self._status_at : self._status_at + STATUS.itemsize].view(STATUS)
+        self._status_here = self._dynamic[self._status_at : self._status_at + STATUS.itemsize]
         self._formats = _format_tables(self.device)
         values = {
-            "messages": start + self._parts[0][0], "arrivals": base + arrivals_at, "targets": start + self._parts[1][0],
+            "messages": start + messages_at, "arrivals": base + arrivals_at, "targets": start + targets_at,
             "status": start + self._status_at, "formats": self._formats.data_ptr(), "message_count": self.ranks,
             "arrival_count": len(self.arrivals), "target_count": len(self.targets),
         }  # fmt: skip
         for name, value in values.items():
             self.job[0][name] = value
-        self.on_device = job = self._dynamic[self._parts[2][0] :]
+        self.on_device = job = self._dynamic[job_at:]
         self.on_job, self._on_blocks = Arguments(job), Arguments(job, self.blocks)
         self._combines = [
             (family, len(where), Arguments(job, self._static[at : at + where.nbytes]))
@@ -239,17 +247,12 @@ class DecodeLayout:
         """Tell the device where the messages and the tensors of this step are."""
         if self._version != self.workspace.version:
             self._place()
-        self.messages["bytes"], self.messages["length"] = zip(
-            *((m.data_ptr(), m.numel()) for m in messages), strict=True
-        )
+        lengths = [m.numel() for m in messages]
+        self.messages["bytes"], self.messages["length"] = [m.data_ptr() for m in messages], lengths
         self.targets["out"] = [t.data_ptr() for frame in frames for t in frame.tensors]
         self.job["weight"], self.job["adds"] = weight, adds
-        view = self._host.numpy()
-        view[self._status_at : self._status_at + STATUS.itemsize] = 0
-        if any(m.numel() for rank, m in enumerate(messages) if rank not in self._senders):  # nobody looks at these
-            view[self._status_at : self._status_at + STATUS.itemsize].view(STATUS)["bits"] = UNUSUAL
-        for at, array in self._parts:
-            view[at : at + array.nbytes] = array.view(np.uint8)
+        unseen = any(length for rank, length in enumerate(lengths) if rank not in self._senders)
+        self._status_of_host["bits"] = UNUSUAL if unseen else 0  # nobody looks at these messages
         self._dynamic.copy_(self._host, non_blocking=True)
 
     def launch(self) -> None:
@@ -268,7 +271,7 @@ class DecodeLayout:
 
     def fetch_status(self) -> None:
         """Copy the status to the host's memory; it is there when the stream has come so far."""
-        self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
+        self.status.copy_(self._status_here, non_blocking=True)
 
     def _start(self, name: str, blocks: int, threads: int, arguments: Arguments) -> None:
         programs.kernel("decoding", name, self.device)(blocks, threads, arguments)

@@ -6,7 +6,6 @@ To bring another family to the GPU, write a file with a `Family` here and source
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -52,15 +51,10 @@ class FrameTask:
         """The dtype of the tensors, which is that of the frame."""
         return self.tensors[0].gradient.dtype
 
-    @functools.cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """The number of entries of each tensor."""
-        return tuple(t.gradient.numel() for t in self.tensors)
-
-    @functools.cached_property
-    def count(self) -> int:
-        """The number of entries of all tensors."""
-        return sum(self.lengths)
+    def __post_init__(self) -> None:
+        """Find the number of entries of each tensor, and of all of them."""
+        self.lengths = tuple([t.gradient.numel() for t in self.tensors])
+        self.count = sum(self.lengths)
 
 
 @dataclass

@@ -115,6 +115,7 @@ class MessageLayout:
                 row["most_chunks"] = int(row["count"]) * MOST_RAW_BITS // BITS_PER_CHUNK + 1
                 stream += 1
         self.symbol_count, self.part_count, self.tile_count = symbol, part, tile
+        self._frame_of_tensor = self.tensors["frame"].tolist()
         self.chunks = pairs(self.streams["most_chunks"])
         self.pieces = np.array(where_pieces, dtype=WHERE)
 
@@ -229,21 +230,27 @@ class MessageLayout:
                 self.tensors[tensor]["step_at"] = address + step
 
     def _place_what_changes(self) -> None:
-        """Make room for what is copied for every message: status, tensors, and the job itself."""
+        """Make room for what is copied for every message: status, tensors, and the job itself.
+
+        Tensors and job are written to that room from now on, in memory from which the device copies them.
+        """
         dynamic = Blob()
-        self._status_at, self._tensors_at = dynamic.add(np.zeros(1, STATUS)), dynamic.add(self.tensors)
-        self.job = np.zeros(1, JOB)
-        self._job_at = dynamic.add(self.job)
+        self._status_at, tensors_at = dynamic.add(np.zeros(1, STATUS)), dynamic.add(self.tensors)
+        self._job_at = dynamic.add(np.zeros(1, JOB))
         self._dynamic = torch.zeros(dynamic.size, dtype=torch.uint8, device=self.device)
         self._host = host_bytes(dynamic.size, self.device)
         self.status = host_bytes(STATUS.itemsize, self.device)
+        self._status_here = self._dynamic[self._status_at : self._status_at + STATUS.itemsize]
+        view, start = self._host.numpy(), self._dynamic.data_ptr()
+        tensors = view[tensors_at : tensors_at + self.tensors.nbytes].view(TENSOR)
+        tensors[:] = self.tensors
+        self.tensors, self.job = tensors, view[self._job_at : self._job_at + JOB.itemsize].view(JOB)
+        self.job[0]["tensors"], self.job[0]["status"] = start + tensors_at, start + self._status_at
 
     def _write_job(self, at: dict[str, int]) -> None:
         """Tell the job where everything is."""
-        start = self._dynamic.data_ptr()
         for name in ("fits", "streams", "frames", "chunks", "pieces", "partial", "tile_sums", "symbols"):
             self.job[0][name] = at[name]
-        self.job[0]["tensors"], self.job[0]["status"] = start + self._tensors_at, start + self._status_at
         self.job[0]["stream_count"], self.job[0]["frame_count"] = len(self.streams), len(self.frames)
         self.job[0]["chunk_count"], self.job[0]["piece_count"] = len(self.chunks), len(self.pieces)
 
@@ -269,20 +276,16 @@ class MessageLayout:
         """Tell the device where the tensors of this step are, and where the message goes."""
         if self._version != self.workspace.version:
             self._place(tasks)
-        told_of_tasks = [family.told(task) for task, family in zip(tasks, self._families, strict=True)]
-        rows = [
-            (t.gradient.data_ptr(), t.before.data_ptr() if t.before is not None else 0,
-             t.after.data_ptr() if t.after is not None else 0, task.decay * t.factor, told & 0xFFFFFFFFFFFFFFFF)
-            for task, told in zip(tasks, told_of_tasks, strict=True) for t in task.tensors
-        ]  # fmt: skip
-        for name, column in zip(("gradient", "before", "after", "decay", "seed"), zip(*rows, strict=True), strict=True):
-            self.tensors[name] = column
+        tensors = [t for task in tasks for t in task.tensors]
+        rows = self.tensors
+        rows["gradient"] = [t.gradient.data_ptr() for t in tensors]
+        rows["before"] = [0 if t.before is None else t.before.data_ptr() for t in tensors]
+        rows["after"] = [0 if t.after is None else t.after.data_ptr() for t in tensors]
+        rows["decay"] = [task.decay * t.factor for task in tasks for t in task.tensors]
+        told = [family.told(task) & 0xFFFFFFFFFFFFFFFF for task, family in zip(tasks, self._families, strict=True)]
+        rows["seed"] = [told[frame] for frame in self._frame_of_tensor]
         self.job["out"], self.job["room"] = out.data_ptr(), out.numel()
-        view = self._host.numpy()
-        view[self._status_at : self._status_at + STATUS.itemsize] = 0
-        view[self._tensors_at : self._tensors_at + self.tensors.nbytes] = self.tensors.view(np.uint8)
-        view[self._job_at : self._job_at + JOB.itemsize] = self.job.view(np.uint8)
-        self._dynamic.copy_(self._host, non_blocking=True)
+        self._dynamic.copy_(self._host, non_blocking=True)  # and zeros for the status
 
     def frame_lengths(self) -> list[int]:
         """Return how long the frames of the last message are; the host waits for it."""
@@ -291,7 +294,13 @@ class MessageLayout:
 
     def fetch_status(self) -> None:
         """Copy the status to the host's memory; it is there when the stream has come so far."""
-        self.status.copy_(self._dynamic[self._status_at : self._status_at + STATUS.itemsize], non_blocking=True)
+        self.status.copy_(self._status_here, non_blocking=True)
+
+
+def _most_chunks(count: int, alphabet: int) -> int:
+    """Return how many chunks so many symbols have at most: none takes more bits than a plain number."""
+    bits = count * max(1, (alphabet - 1).bit_length())
+    return bits // (BITS_PER_MEDIUM_CHUNK if count <= MEDIUM else BITS_PER_CHUNK) + 1
 
 
 def _coded_room(stream: np.void) -> int:
