@@ -114,8 +114,7 @@ class MessageEncoder:
             self._launch("choose", len(layout.streams), 256, layout)
         self._launch("encode_chunks", -(-len(layout.chunks) // 2), 64, layout)
         self._launch("lay_out", 1, 256, layout)
-        self._launch("place_chunks", len(layout.chunks), 128, layout)
-        self._launch("place_pieces", len(layout.pieces), 128, layout)
+        self._launch("place_all", len(layout.pieces) + len(layout.chunks), 160, layout)
 
     def _launch(self, name: str, blocks: int, threads: int, layout: MessageLayout) -> None:
         programs.kernel("coding", name, self.device)(blocks, threads, layout.on_job)

@@ -35,8 +35,7 @@ from gradwire.gpu.structures import (
 from gradwire.gpu.workspace import Workspace, host_bytes
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-MOST_RAW_BITS = 8  # of a symbol: what bounds the number of chunks
-BITS_PER_CHUNK = 2048 * 64  # as in sources/coding.cu
+BITS_PER_CHUNK, BITS_PER_MEDIUM_CHUNK, MEDIUM = 2048 * 64, 1280 * 64, 1 << 22  # as in sources/coding.cu
 
 
 def aligned(size: int, to: int = 16) -> int:
@@ -112,7 +111,7 @@ class MessageLayout:
                 )  # fmt: skip
                 row["first_tensor"], row["tensors"] = first_tensor, len(task.tensors)
                 row["symbols"] = first_symbol  # an offset as yet
-                row["most_chunks"] = int(row["count"]) * MOST_RAW_BITS // BITS_PER_CHUNK + 1
+                row["frame"], row["most_chunks"] = i, _most_chunks(int(row["count"]), plan.alphabet)
                 stream += 1
         self.symbol_count, self.part_count, self.tile_count = symbol, part, tile
         self._frame_of_tensor = self.tensors["frame"].tolist()
@@ -298,8 +297,12 @@ class MessageLayout:
 
 
 def _most_chunks(count: int, alphabet: int) -> int:
-    """Return how many chunks so many symbols have at most: none takes more bits than a plain number."""
-    bits = count * max(1, (alphabet - 1).bit_length())
+    """Return how many chunks so many symbols have at most.
+
+    None takes more bits than a plain number. Where symbols often are plain numbers, which are cut into as many chunks
+    as there may be, there are more, so that many warps have work.
+    """
+    bits = count * (8 if alphabet <= 4 else (alphabet - 1).bit_length())
     return bits // (BITS_PER_MEDIUM_CHUNK if count <= MEDIUM else BITS_PER_CHUNK) + 1
 
 

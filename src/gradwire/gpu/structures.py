@@ -26,8 +26,9 @@ FIT = _structure(
 )  # fmt: skip
 STREAM_ = _structure(
     symbols="u8", counts="u8", coded="u8", lengths="u8", offsets="u8", format="u8", count="i8", alphabet="i4",
-    zero="i4", coder="i4", models="i4", first_tensor="i4", tensors="i4", most_chunks="i4", used_coder="i4", model="i4",
-    precision="i4", lane_bits="i4", chunks="i4", head_length="i4", chunk_size="i8", length="u8", data="u8",
+    zero="i4", coder="i4", models="i4", first_tensor="i4", tensors="i4", most_chunks="i4", frame="i4", used_coder="i4",
+    model="i4", precision="i4", lane_bits="i4", chunks="i4", head_length="i4", chunk_size="i8", length="u8", data="u8",
+    place="u8",
     reciprocal=("u4", SYMBOLS), packed=("u4", SYMBOLS), head=("u1", MOST_HEAD),
 )  # fmt: skip
 PIECE = _structure(kind="i4", stream="i4", bytes="u8", length="u8", offset="u8")
@@ -35,7 +36,7 @@ FRAME = _structure(
     start=("u1", 5), shape_length="u1", shape=("u1", 114), count="i8", pieces="i4", crc="u4", offset="u8", length="u8",
     places="u4", placed="u4", piece=(PIECE, PIECES),
 )  # fmt: skip
-STATUS = _structure(length="u8", bits="u4", spare="u4")
+STATUS = _structure(length="u8", bits="u4", closer="u4")
 WHERE = _structure(item="i4", index="i4")
 JOB = _structure(
     tensors="u8", fits="u8", streams="u8", frames="u8", chunks="u8", pieces="u8", partial="u8", tile_sums="u8",

@@ -10,7 +10,9 @@ const i64 kMostRows = 2048;
 // A message waits for its slowest chunk. Streams that would have fewer than 64 lanes, and take few bytes of a message,
 // get more: one for so many rows, if they pay for it in bits.
 const double kRowsOfFew = 384, kBitsOfFew = 512;
-const i64 kFew = 1 << 16;
+// Streams that leave most of a GPU idle get more, too, for another half a percent of their bytes.
+const double kBitsOfMedium = 1280;
+const i64 kFew = 1 << 16, kMedium = 1 << 22;
 const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
 const int kMasses = 2 * kBetas * 8 + 32;            // bytes in front of the masses, see minifloat.cu
 
@@ -101,6 +103,7 @@ __device__ void write_head(Stream& stream, const Choice& chosen, const int* shap
     if (chosen.model == GENNORM) stream.head[1] = u8(shape[1]), stream.head[2] = u8(shape[2]);
     double lanes = chosen.bits / kBitsPerLane, least_lanes = double((n + kMostRows - 1) / kMostRows);
     lanes = lanes < least_lanes ? least_lanes : lanes;
+    if (n <= kMedium) lanes = fmax(lanes, fmin(double(n) / kRowsOfFew, chosen.bits / kBitsOfMedium));
     i64 chunks = i64(ceil(lanes / 64)), blocks = (n + 63) / 64;
     if (lanes < 64) lanes = fmax(lanes, fmin(double(n) / kRowsOfFew, chosen.bits / kBitsOfFew));
     int lane_bits = 0;
@@ -567,7 +570,13 @@ extern "C" __global__ void lay_out(Job* job) {
         u64 all, offset = block_scan(length, &all) + done;
         if (frame) {
             frame->offset = offset;
-            for (int k = 0; k < frame->pieces; k++) frame->piece[k].offset += offset + length - payload;
+            for (int k = 0; k < frame->pieces; k++) {
+                Piece& piece = frame->piece[k];
+                piece.offset += offset + length - payload;
+                if (piece.kind != PIECE_STREAM) continue;
+                Stream& stream = job->streams[piece.stream];
+                stream.place = piece.offset + stream.length - stream.data;
+            }
         }
         __syncthreads();
         if (!threadIdx.x) done += all;
@@ -593,70 +602,53 @@ __device__ __forceinline__ void finish(Job* job, Frame& frame) {
     for (int k = 0; k < 4; k++) at[k] = u8(crc >> 8 * k);
 }
 
-// Copies bytes into the message, and adds them to the checksum of their frame. By all threads of a block of 128. What
-// is copied may be read four bytes at a time up to the next multiple of four.
-__device__ void place(Job* job, Frame& frame, const u8* from, u64 offset, u64 length) {
-    u8* to = job->out + offset;
-    u64 head = (4 - ((u64)(to) & 3)) & 3;
-    head = head < length ? head : length;
-    u64 words = (length - head) / 4;
-    if (threadIdx.x < head) to[threadIdx.x] = from[threadIdx.x];
-    if (words) {  // whole words at their destination, each from two words of the source
-        const u32* source = reinterpret_cast<const u32*>((u64)(from + head) & ~u64(3));
-        int skew = int((u64)(from + head) & 3) * 8;
-        u32* target = reinterpret_cast<u32*>(to + head);
-        u64 k = threadIdx.x;
-        for (; k + 896 < words; k += 1024) {  // eight words of a thread are loaded before the first is stored
-            u32 word[8];
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                u64 i = k + 128 * j;
-                word[j] = skew ? __funnelshift_r(source[i], source[i + 1], skew) : source[i];
-            }
-#pragma unroll
-            for (int j = 0; j < 8; j++) target[k + 128 * j] = word[j];
-        }
-        for (; k < words; k += 128) target[k] = skew ? __funnelshift_r(source[k], source[k + 1], skew) : source[k];
+// Copies bytes into the message, and adds them to the checksum of their frame. By all threads of a block of 160: the
+// last warp finds in the meantime what the checksum is multiplied by, which takes as long.
+__device__ __noinline__ void place(Job* job, Frame& frame, const u8* from, u64 offset, u64 length) {
+    __shared__ u32 power;
+    __syncthreads();  // that of an earlier call was used
+    if (threadIdx.x >= 128) {
+        u32 found = times_power_by_warp(0x80000000u, end_of(frame) - offset - length);
+        if (threadIdx.x == 128) power = found;
     }
-    u64 rest = head + 4 * words;
-    if (rest + threadIdx.x < length) to[rest + threadIdx.x] = from[rest + threadIdx.x];
-    u32 crc = block_crc(from, length);
-    if (threadIdx.x < 32) {
-        crc = times_power_by_warp(crc, end_of(frame) - offset - length);
-        if (!threadIdx.x) atomicXor(&frame.crc, crc);
-    }
+    u32 crc = copy_with_crc(job->out + offset, from, length);
+    if (!threadIdx.x) atomicXor(&frame.crc, times(crc, power));
 }
 
-// One block of 128 threads for each chunk.
-extern "C" __global__ void __launch_bounds__(128) place_chunks(Job* job) {
-    Where where = job->chunks[blockIdx.x];
-    Stream& stream = job->streams[where.item];
-    if (where.index >= stream.chunks || job->status->length > job->room) return;
-    Frame& frame = job->frames[job->tensors[stream.first_tensor].frame];
-    u64 offset = 0;
-    for (int k = 0; k < frame.pieces; k++)
-        if (frame.piece[k].kind == PIECE_STREAM && frame.piece[k].stream == where.item) offset = frame.piece[k].offset;
-    offset += stream.length - stream.data + stream.offsets[where.index];
-    place(job, frame, chunk_room(stream, where.index), offset, stream.lengths[where.index]);
-    finish(job, frame);
+// The header of a frame, behind which its checksum stands, from scratch of the block.
+__device__ __forceinline__ int write_header(Job* job, Frame& frame, u8* small) {
+    u64 payload = 0;
+    for (int k = 0; k < frame.pieces; k++) payload += frame.piece[k].length;
+    int n = put_varint(small, payload);
+    for (int k = 0; k < frame.shape_length; k++) small[n++] = frame.shape[k];
+    for (int k = 0; k < 5; k++) job->out[frame.offset + k] = frame.start[k];
+    return n;
 }
 
-// One block of 128 threads for each slab of each piece of each frame; the piece −1 is its header.
-extern "C" __global__ void __launch_bounds__(128) place_pieces(Job* job) {
+// Everything to its place in the message: one block of 160 threads for each slab of each piece of each frame (the piece
+// −1 is its header), and one for each chunk.
+extern "C" __global__ void __launch_bounds__(160) place_all(Job* job) {
     __shared__ __attribute__((aligned(16))) u8 small[kMostHead + 16];
     __shared__ int small_length;
+    if (job->status->length > job->room) return;
+    if (blockIdx.x >= u32(job->piece_count)) {
+        Where where = job->chunks[blockIdx.x - job->piece_count];
+        Stream& stream = job->streams[where.item];
+        if (where.index >= stream.chunks) return;
+        Frame& frame = job->frames[stream.frame];
+        place(job, frame, chunk_room(stream, where.index), stream.place + stream.offsets[where.index],
+              stream.lengths[where.index]);
+        finish(job, frame);
+        return;
+    }
     Where where = job->pieces[blockIdx.x];
     Frame& frame = job->frames[where.item];
-    if (job->status->length > job->room) return;
+    Piece& piece = frame.piece[where.index & 255];  // not of a header
+    int slab = where.index >> 8;
+    const u8 *from = small, *more = nullptr;
+    u64 offset, length, more_length = 0;
     if (where.index < 0) {
-        if (!threadIdx.x) {
-            u64 payload = 0;
-            for (int k = 0; k < frame.pieces; k++) payload += frame.piece[k].length;
-            int n = put_varint(small, payload);
-            for (int k = 0; k < frame.shape_length; k++) small[n++] = frame.shape[k];
-            small_length = n;
-            for (int k = 0; k < 5; k++) job->out[frame.offset + k] = frame.start[k];
-        }
+        if (!threadIdx.x) small_length = write_header(job, frame, small);
         if (threadIdx.x < 32) {
             u32 crc = ~0u;
             for (int k = 0; k < 5; k++) crc = crc_byte(crc, frame.start[k]);
@@ -664,27 +656,25 @@ extern "C" __global__ void __launch_bounds__(128) place_pieces(Job* job) {
             if (!threadIdx.x) atomicXor(&frame.crc, crc);
         }
         __syncthreads();
-        place(job, frame, small, frame.offset + 9, small_length);
-        finish(job, frame);
-        return;
-    }
-    Piece& piece = frame.piece[where.index & 255];
-    int slab = where.index >> 8;
-    if (piece.kind == PIECE_BYTES) {
+        offset = frame.offset + 9, length = small_length;
+    } else if (piece.kind == PIECE_BYTES) {
         if (u32(slab) >= slabs_of(piece)) return;
-        u64 from = u64(slab) * kSlab, left = piece.length - from;
-        place(job, frame, piece.bytes + from, piece.offset + from, left < kSlab ? left : kSlab);
+        u64 begin = u64(slab) * kSlab, left = piece.length - begin;
+        from = piece.bytes + begin, offset = piece.offset + begin, length = left < kSlab ? left : kSlab;
     } else if (piece.kind == PIECE_LENGTH) {
         if (!threadIdx.x) put_varint(small, job->streams[piece.stream].length);
         __syncthreads();
-        place(job, frame, small, piece.offset, piece.length);
+        offset = piece.offset, length = piece.length;
     } else {
         Stream& stream = job->streams[piece.stream];
-        place(job, frame, stream.head, piece.offset, stream.head_length);
-        if (stream.used_coder == RANS)
-            place(job, frame, reinterpret_cast<const u8*>(stream.lengths), piece.offset + stream.head_length,
-                  4 * u64(stream.chunks - 1));
+        from = stream.head, offset = piece.offset, length = stream.head_length;
+        if (stream.used_coder == RANS) {
+            more = reinterpret_cast<const u8*>(stream.lengths);
+            more_length = 4 * u64(stream.chunks - 1);
+        }
     }
+    place(job, frame, from, offset, length);
+    if (more) place(job, frame, more, offset + length, more_length);
     finish(job, frame);
 }
 

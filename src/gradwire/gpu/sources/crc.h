@@ -44,6 +44,7 @@ __device__ __forceinline__ u32 times_power_by_warp(u32 a, u64 bytes) {
     u32 mine = bytes >> lane & 1 ? kPowers[lane] : one;
     if (lane < 8 && bytes >> (32 + lane) & 1) mine = times(mine, kPowers[32 + lane]);
     if (lane == 31) mine = times(mine, a);
+#pragma unroll 1
     for (int by = 16; by; by >>= 1) mine = times(mine, __shfl_xor_sync(~0u, mine, by));
     return mine;
 }
@@ -126,4 +127,63 @@ __device__ u32 block_crc(const u8* bytes, u64 length) {
     if (!(tid & 31)) sums[tid >> 5] = crc;
     __syncthreads();
     return sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+}
+
+// Copies bytes, and returns their checksum (without inversions) to thread 0. By the first 128 threads of a block, which
+// has every thread call it: whole words at their destination, each from two words of the source, so that they are read
+// once for both. What is copied may be read four bytes at a time up to the next multiple of four.
+__device__ u32 copy_with_crc(u8* to, const u8* from, u64 length) {
+    __shared__ u32 nibbles[8 * 16], sums[4];
+    int tid = threadIdx.x;
+    bool works = tid < 128;
+    u32 last = works ? kLast[tid] : 0;
+    __syncthreads();
+    if (works) nibbles[tid] = kNibbles[tid];
+    __syncthreads();
+    int lead = int((u64)(to) & 3);  // bytes that the first word lacks
+    int words = int((lead + length) / 4), tail = int((lead + length) & 3);
+    if (!words) tail = int(length);
+    u32 crc = 0;
+    if (works) {
+        const u8* start = from - lead;
+        const u32* source = reinterpret_cast<const u32*>((u64)(start) & ~u64(3));
+        u32* target = reinterpret_cast<u32*>(to - lead);
+        int skew = int((u64)(start) & 3) * 8, k = (words + tid) & 127;  // the last word is that of thread 127
+        auto add = [&](u32 word) {
+            u32 sum = 0;
+#pragma unroll
+            for (int p = 0; p < 8; p++) sum ^= nibbles[16 * p + (crc >> 4 * p & 15)];
+            crc = sum ^ word;
+        };
+        auto word_at = [&](int i) { return skew ? __funnelshift_r(source[i], source[i + 1], skew) : source[i]; };
+        if (tid < tail) to[length - tail + tid] = from[length - tail + tid];
+        if (!k && words) {
+            for (int j = lead; j < 4; j++) {
+                to[j - lead] = from[j - lead];
+                crc |= u32(from[j - lead]) << 8 * j;
+            }
+            k += 128;
+        }
+        for (; k + 896 < words; k += 1024) {  // eight words are loaded before the first is used
+            u32 word[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) word[j] = word_at(k + 128 * j);
+#pragma unroll
+            for (int j = 0; j < 8; j++) target[k + 128 * j] = word[j];
+#pragma unroll
+            for (int j = 0; j < 8; j++) add(word[j]);
+        }
+        for (; k < words; k += 128) {
+            u32 word = word_at(k);
+            target[k] = word;
+            add(word);
+        }
+        crc = times(last, crc);
+        for (int by = 16; by; by >>= 1) crc ^= __shfl_xor_sync(~0u, crc, by);
+        if (!(tid & 31)) sums[tid >> 5] = crc;
+    }
+    __syncthreads();
+    crc = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+    for (int j = 0; j < tail && !tid; j++) crc = crc_byte(crc, from[length - tail + j]);
+    return crc;
 }

@@ -66,11 +66,13 @@ struct Stream {
     int models;  // bit 0: GenNorm, bit 1: histogram
     int first_tensor, tensors;  // whose fits choose the GenNorm
     int most_chunks;
+    int frame;
     // ── written by the kernels ──
     int used_coder, model, precision, lane_bits, chunks, head_length;
     i64 chunk_size;
     u64 length;  // of all of it: head, layout and chunks
     u64 data;  // bytes of the chunks
+    u64 place;  // of the first chunk, in the message
     u32 reciprocal[kSymbols];
     u32 packed[kSymbols];  // see write_symbol
     u8 head[kMostHead];  // coding byte, parameters of the model, and the layout without the lengths of chunks
@@ -98,7 +100,7 @@ struct Frame {
 struct Status {  // what the host reads
     u64 length;  // of the message
     u32 bits;  // NONFINITE, UNUSUAL
-    u32 spare;
+    u32 closer;  // whether a tensor is looked at closer (Fit.closer), which kernels tell each other
 };
 
 struct Where {  // one block's work: a part of a tensor, or a chunk of a stream, or a piece of a frame

@@ -132,6 +132,7 @@ extern "C" __global__ void sample(Job* job, const Where* parts) {
     fit.sampled = int(t.count < kSample ? t.count : kSample);
     fit_moments(f, fit, u64(sums[0]), sums[1], sums[2], fit.sampled);
     fit.closer = t.count > kSample && (!fit.nonzero || fit.zero_mass > 250);
+    if (fit.closer) job->status->closer = 1;
 }
 
 // Where nearly all of the sample is zero, all entries are looked at: their moments, and as the new sample the first
@@ -181,6 +182,7 @@ __device__ void look_at_tile(Job* job, Where where) {
 
 // Some blocks of 256 threads, for all tiles in turn: hardly any tensor needs it.
 extern "C" __global__ void look_closer(Job* job, const Where* tiles, i64 count) {
+    if (!job->status->closer) return;
     for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
         Where where = tiles[i];
         if (job->fits[where.item].closer) look_at_tile(job, where);
