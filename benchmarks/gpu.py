@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 import gradwire
+from gpu_peers import DEVICE, gradient, homomorphic, milliseconds, nvcomp_ans, plain, read_compiled, start_compiled
+from gpu_programs import architecture, start_compiling
 from gradwire import codecs
 from gradwire.frame import headers
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder, can_encode
 from gradwire.gpu.families import FrameTask, TensorTask
-from gpu_peers import DEVICE, gradient, homomorphic, milliseconds, nvcomp_ans, plain, read_compiled, start_compiled
-from gpu_programs import architecture, start_compiling
 
 SPECS = ["co3", "co3:format=fp8", "ecq", "sbc", "sbc:p=0.001", "topk", "topk:p=0.001", "stc", "orq", "bingrad", "qsgd",
          "terngrad", "signsgd"]  # fmt: skip
@@ -238,7 +238,7 @@ def main() -> None:
     compiling, compiled = start_compiling(architecture()), None
     if options.peers == "all":
         compiled = read_compiled(start_compiled(options.entries), options.compile_limit)
-    if any([process.wait() for process in compiling]):
+    if max(process.wait() for process in compiling):
         print("some programs were not compiled", flush=True)
     print(f"compiled ({time.time() - start:.0f} s)", flush=True)
     if options.peers == "all":

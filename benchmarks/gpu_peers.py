@@ -62,7 +62,12 @@ def fp4_with_memory(fmt: Format, step: float) -> Callable[..., torch.Tensor]:
 
 def check_fp4() -> None:
     """Check that it is the rounding of the format, and that nothing is lost."""
-    fmt, g, memory, after = PRESETS["fp4"], gradient(1 << 16, 3), gradient(1 << 16, 4), torch.empty(1 << 16, device=DEVICE)
+    fmt, g, memory, after = (
+        PRESETS["fp4"],
+        gradient(1 << 16, 3),
+        gradient(1 << 16, 4),
+        torch.empty(1 << 16, device=DEVICE),
+    )
     symbols = fp4_with_memory(fmt, 1e-3)(g, memory, after)
     levels = torch.tensor(fmt.levels, dtype=torch.float32, device=DEVICE)
     u = g + 0.9 * memory

@@ -1,4 +1,4 @@
-"""Compiles all of gradwire's programs for the GPU at hand, several at a time, so that benchmarks need not wait for each.
+"""Compiles all programs for the GPU at hand, several at a time, so that benchmarks need not wait for each.
 
 python benchmarks/gpu_programs.py
 """

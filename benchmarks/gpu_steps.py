@@ -13,6 +13,7 @@ file of --json is written after every row, and with --seconds rows that would be
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -111,10 +112,8 @@ def attach(hook: str, model: DistributedDataParallel, optimizer: Any) -> Any:
 
 
 def worker(options: argparse.Namespace) -> None:
-    if options.hook.startswith("gw:"):
-        import gradwire
-    if options.model == "resnet50":
-        import torchvision
+    for name in ["gradwire"] * options.hook.startswith("gw:") + ["torchvision"] * (options.model == "resnet50"):
+        importlib.import_module(name)
     sys.stdin.readline()  # the one before has ended
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(0)
