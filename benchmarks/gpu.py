@@ -3,6 +3,7 @@
 python benchmarks/gpu.py --profile --json benchmarks/results/gpu.json     everything, 67 M entries
 python benchmarks/gpu.py --entries 4194304                                a smaller tensor
 python benchmarks/gpu.py --only co3 --peers none                          one recipe
+ncu -k regex:encode_chunks python benchmarks/gpu.py --only co3 --bare             one kernel, by its counters
 
 Times are medians of CUDA events around whole calls, launches included; GB/s are of fp32 gradient in (encoding) or out
 (decoding). Outputs are filled with NaN or 0xAA before every check, so that nothing that was there before can pass.
@@ -221,11 +222,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=SPECS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="list the time of each kernel, too")
+    parser.add_argument("--bare", action="store_true", help="encode and decode twice and time nothing, for ncu")
     parser.add_argument("--peers", choices=("all", "none"), default="all")
     parser.add_argument("--compile-limit", type=float, default=60, help="seconds that torch.compile may take")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
+    if options.bare:
+        for spec in options.only:
+            bare = Contestant(spec, [options.entries])
+            for _ in range(2):
+                message = bare.out[: bare.encode()]
+                bare.decoder.average(bare.targets, [message], [[True]], 1.0).wait()
+        return
     start = time.time()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {"entries": options.entries, "codecs": {}}
@@ -238,7 +247,7 @@ def main() -> None:
     compiling, compiled = start_compiling(architecture()), None
     if options.peers == "all":
         compiled = read_compiled(start_compiled(options.entries), options.compile_limit)
-    if max(process.wait() for process in compiling):
+    if [process for process in compiling if process.wait()]:
         print("some programs were not compiled", flush=True)
     print(f"compiled ({time.time() - start:.0f} s)", flush=True)
     if options.peers == "all":
