@@ -8,7 +8,7 @@ ncu -k regex:encode_chunks python benchmarks/gpu.py --only co3 --bare           
 Times are medians of CUDA events around whole calls, launches included; GB/s are of fp32 gradient in (encoding) or out
 (decoding). Outputs are filled with NaN or 0xAA before every check, so that nothing that was there before can pass.
 The file of --json is written after every row, so that a run that was cut short has what it found. nvCOMP is timed if
-nvidia-nvcomp is installed.
+nvidia-nvcomp is installed, or unpacked where --nvcomp says.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def show(spec: str, row: dict[str, Any], seconds: float) -> None:
             print(f"    {label}: " + ", ".join(f"{name[:30]} {us}" for name, us in listed if us >= 1), flush=True)
 
 
-def peers(entries: int, compiled: float | None) -> dict[str, Any]:
+def peers(entries: int, compiled: float | None, nvcomp: Path | None) -> dict[str, Any]:
     """Return the times of peers; what cannot be timed here says why."""
     found: dict[str, Any] = {"ms": plain(entries)}
     if compiled is not None:
@@ -209,8 +209,8 @@ def peers(entries: int, compiled: float | None) -> dict[str, Any]:
     symbols = co3.encoder.workspace.room("symbols", entries)[:entries].clone()
     del co3
     try:
-        both("nvCOMP's ANS of co3's symbols", nvcomp_ans(symbols))
-        both("the same, two in a byte", nvcomp_ans(symbols[::2] | symbols[1::2] << 4))
+        both("nvCOMP's ANS of co3's symbols", nvcomp_ans(symbols, nvcomp))
+        both("the same, two in a byte", nvcomp_ans(symbols[::2] | symbols[1::2] << 4, nvcomp))
     except Exception as error:
         print(f"nvCOMP: {error!r}", flush=True)
     return found
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list the time of each kernel, too")
     parser.add_argument("--bare", action="store_true", help="encode and decode twice and time nothing, for ncu")
     parser.add_argument("--peers", choices=("all", "none"), default="all")
+    parser.add_argument("--nvcomp", type=Path, help="where the wheels of nvidia-nvcomp are unpacked, if not installed")
     parser.add_argument("--compile-limit", type=float, default=60, help="seconds that torch.compile may take")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -251,7 +252,7 @@ def main() -> None:
         print("some programs were not compiled", flush=True)
     print(f"compiled ({time.time() - start:.0f} s)", flush=True)
     if options.peers == "all":
-        results["peers"] = peers(options.entries, compiled)
+        results["peers"] = peers(options.entries, compiled, options.nvcomp)
         print(f"peers ({time.time() - start:.0f} s)", flush=True)
         save()
     for spec in options.only:

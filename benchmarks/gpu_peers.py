@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,8 +123,12 @@ def plain(count: int) -> dict[str, float]:
     }
 
 
-def nvcomp_ans(symbols: torch.Tensor) -> dict[str, float]:
-    """Return size and times of nvCOMP's ANS on these bytes, where nvidia-nvcomp is installed; checked once."""
+def nvcomp_ans(symbols: torch.Tensor, folder: Path | None) -> dict[str, float]:
+    """Return size and times of nvCOMP's ANS on these bytes, checked once; nvidia-nvcomp is installed or unpacked."""
+    if folder is not None:
+        import nvidia
+
+        nvidia.__path__.append(str(folder / "nvidia"))
     from nvidia import nvcomp
 
     with torch.cuda.stream(torch.cuda.Stream()):
