@@ -194,7 +194,7 @@ def made(spec: str, gradients: list[torch.Tensor], decoder: MessageDecoder, enco
 
 def test_every_number_of_lanes(decoder: MessageDecoder) -> None:
     torch.manual_seed(0)
-    gradients = [heavy(n) for n in (200, 1000, 2000, 4000, 9000, 14_003, 28_000, 60_001, 110_000, 260_003)]
+    gradients = [heavy(n) for n in (200, 1000, 2000, 4000, 9000, 14_003, 28_000, 60_001, 110_000, 140_000, 260_003)]
     found = made("co3", gradients, decoder, MessageEncoder(HOST))
     assert {lane_bits for coder, _, _, lane_bits, _ in found if coder == 3} == set(range(7))
     assert {chunks for *_, lane_bits, chunks in found if lane_bits == 6} >= {1, 2, 3}

@@ -10,7 +10,7 @@ const i64 kMostRows = 2048;
 // A message waits for its slowest chunk. Streams that would have fewer than 64 lanes, and take few bytes of a message,
 // get more: one for so many rows, if they pay for it in bits.
 const double kRowsOfFew = 384, kBitsOfFew = 512;
-// Streams that leave most of a GPU idle get more, too, for another half a percent of their bytes.
+// Streams that leave most of a GPU idle get more chunks, too, for another half a percent of their bytes.
 const double kBitsOfMedium = 1280;
 const i64 kFew = 1 << 16, kMedium = 1 << 22;
 const double kLarge = 1 << 20, kTolerance = 1.006;  // as in compress/precision.py
@@ -103,7 +103,8 @@ __device__ void write_head(Stream& stream, const Choice& chosen, const int* shap
     if (chosen.model == GENNORM) stream.head[1] = u8(shape[1]), stream.head[2] = u8(shape[2]);
     double lanes = chosen.bits / kBitsPerLane, least_lanes = double((n + kMostRows - 1) / kMostRows);
     lanes = lanes < least_lanes ? least_lanes : lanes;
-    if (n <= kMedium) lanes = fmax(lanes, fmin(double(n) / kRowsOfFew, chosen.bits / kBitsOfMedium));
+    // Whole chunks: of a part of one, rounding up would make another 64 lanes.
+    if (n <= kMedium) lanes = fmax(lanes, 64 * floor(fmin(double(n) / kRowsOfFew, chosen.bits / kBitsOfMedium) / 64));
     i64 chunks = i64(ceil(lanes / 64)), blocks = (n + 63) / 64;
     if (lanes < 64) lanes = fmax(lanes, fmin(double(n) / kRowsOfFew, chosen.bits / kBitsOfFew));
     int lane_bits = 0;
