@@ -26,9 +26,12 @@ class CheckpointError(GradwireError):
     """A checkpoint that is missing, damaged or of another run."""
 
 
-def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SpecError:
-    """A SpecError that lists what is allowed and suggests the nearest name."""
+def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> SpecError:
+    """A SpecError that lists what is allowed and suggests the nearest name.
+
+    Users may write anything in place of a name.
+    """
     allowed = list(allowed)
-    near = difflib.get_close_matches(name.lower(), allowed, n=1)
+    near = difflib.get_close_matches(str(name).lower(), allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return SpecError(f"unknown {kind} {name!r}{hint} (allowed: {', '.join(allowed)})")

@@ -241,6 +241,27 @@ def test_memory_of_the_wrong_kind(argument, memory):
         encode_into(codec, tensor, **options)
 
 
+@for_each(
+    "option",
+    [
+        {"segments": 5},
+        {"segments": ("a",)},
+        {"segments": (50.0, 50.0)},
+        {"decay": "0.9"},
+        {"decay": None},
+        {"seed": "1"},
+        {"seed": None},
+        {"seed": 1.5},
+    ],
+    ids=str,
+)
+def test_options_of_the_wrong_kind(option):
+    [name] = option
+    for spec in ("co3", "qsgd"):
+        with pytest.raises(GradwireError, match=f"^{name} must be "):
+            gradwire.codec(spec).encode_into(gradient(100), torch.empty(10_000, dtype=torch.uint8), **option)
+
+
 def test_a_refused_call_changes_nothing():
     codec, memory, out = gradwire.codec("co3"), gradient(100), torch.zeros(10_000, dtype=torch.uint8)
     with pytest.raises(GradwireError):

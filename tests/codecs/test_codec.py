@@ -434,6 +434,15 @@ def test_limit_on_elements(backend, spec):
     for wrong in ("10", -1, float("nan"), [600]):
         with pytest.raises(GradwireError, match="max_elements is a number of elements, such as"):
             gradwire.decode(frame, max_elements=wrong)
+    assert len(gradwire.decode(frame, max_elements=np.int64(600))) == 600  # as products of numpy's shapes are
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", -5, [], "cuda:99"])
+def test_devices_that_cannot_be_used_are_named(device):
+    """Not as a damaged frame, or one that there is no memory for."""
+    with pytest.raises(GradwireError, match=r"device=.* cannot be used: ") as raised:
+        gradwire.decode(gradwire.codec("co3").encode(gradient(600)), device=device)
+    assert not isinstance(raised.value, FrameError)
 
 
 def test_integers_survive_exactly(backend):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import gradwire
+from support.cases import for_each
 
 
 @pytest.mark.usefixtures("alone")
@@ -36,3 +38,32 @@ def test_the_python_reducer_is_refused_in_words() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     with pytest.raises(gradwire.GradwireError, match="optimize_ddp"):
         gradwire.ddp.hook(gradwire.ddp.State("co3"), (torch.zeros(3), parameter))
+
+
+@for_each(
+    "option",
+    [{"aggregate": None}, {"aggregate": 5}, {"memory": torch.bfloat16}, {"memory": ["bf16"]}, {"timeout": float("inf")},
+     {"timeout": 1e30}, {"timeout": "60"}, {"timeout": float("nan")}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("alone")
+def test_options_of_the_wrong_kind_are_refused_in_words(option: dict[str, object]) -> None:
+    [name] = option
+    with pytest.raises(gradwire.SpecError, match=f"aggregation|{name}"):
+        gradwire.ddp.attach(DistributedDataParallel(nn.Linear(3, 3)), "co3", **option)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_longest_timeout_is_taken() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    handle = gradwire.ddp.attach(model, "co3", timeout=10**9)
+    model(torch.ones(2, 3)).sum().backward()
+    handle.detach()
+
+
+@pytest.mark.parametrize("group", [5, "gloo", dist.GroupMember.NON_GROUP_MEMBER], ids=["5", "gloo", "not in the group"])
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_process_group_is_refused_in_words(group: object) -> None:
+    """torch gives the last one to ranks that are not in a new group."""
+    with pytest.raises(gradwire.AggregateError, match="no process group that this rank is in"):
+        gradwire.DataParallel(nn.Linear(3, 3), "co3", process_group=group)  # type: ignore[arg-type]

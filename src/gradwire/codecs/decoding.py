@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import numpy as np
 import torch
 
@@ -60,12 +62,12 @@ def decode(
     header, payload = open_frame(data)
     if max_elements is None:
         max_elements = max(DEFAULT_LIMIT, ELEMENTS_PER_BYTE * len(data))
-    elif not isinstance(max_elements, (int, float)) or not max_elements >= 0:
+    elif not isinstance(max_elements, Real) or not float(max_elements) >= 0:
         raise GradwireError(f"max_elements is a number of elements, such as 10**8, not {max_elements!r}")
     if out is None:
         if header.elements > max_elements:
             raise FrameError(f"frame declares {header.elements} elements; the limit is max_elements={max_elements}")
-        out = _allocate(header, payload, device)
+        out = _allocate(header, payload, torch.device("cpu") if device is None else _usable(device))
     elif not isinstance(out, torch.Tensor) or out.layout != torch.strided or out.device.type == "meta" or out.is_neg():
         raise GradwireError("out must be an ordinary dense tensor")
     elif any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
@@ -76,11 +78,22 @@ def decode(
     return out
 
 
-def _allocate(header: headers.Header, payload: np.ndarray, device: torch.device | str | None) -> torch.Tensor:
+def _usable(device: torch.device | str) -> torch.device:
+    """Return the device that a tensor is to be on. GradwireError if this torch can put no values there."""
+    try:
+        found = torch.empty(0, dtype=torch.uint8, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch raises the last without CUDA
+        raise GradwireError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise GradwireError("device='meta' cannot be used: a tensor there has no values")
+    return found
+
+
+def _allocate(header: headers.Header, payload: np.ndarray, device: torch.device) -> torch.Tensor:
     if header.codec == headers.STORED and len(payload) != header.elements * header.dtype.itemsize:
         raise FrameError("wrong length of a stored tensor")
     try:
-        return torch.empty(header.shape, dtype=header.dtype, device="cpu" if device is None else device)
+        return torch.empty(header.shape, dtype=header.dtype, device=device)
     except (RuntimeError, MemoryError) as error:
         raise FrameError(f"no memory for a frame of {header.elements} elements") from error
 

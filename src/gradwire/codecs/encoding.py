@@ -6,8 +6,10 @@ u = g + γe  ─►  convert  ─►  compress  ─►  frame          e ← u �
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 
 import torch
 
@@ -95,8 +97,10 @@ class Codec:
         tensor = _checked(tensor)
         segments = _checked_segments(segments, tensor)
         _check_out(out, self.max_frame_bytes(tensor))
-        if not math.isfinite(decay) or decay < 0:
-            raise GradwireError(f"decay must be a number from 0 on, usually up to 1, not {decay}")
+        if not isinstance(decay, Real) or not math.isfinite(decay) or decay < 0:
+            raise GradwireError(f"decay must be a number from 0 on, usually up to 1, not {decay!r}")
+        if not isinstance(seed, Integral):
+            raise GradwireError(f"seed must be a whole number, not {seed!r}")
         if residual_out is None:
             residual_out = residual
         for memory in (residual, residual_out):
@@ -184,7 +188,10 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked_segments(segments: Sequence[int], tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the lengths of the segments as ints, without segments that have no entries."""
-    lengths = [int(n) for n in segments]
+    try:
+        lengths = [operator.index(n) for n in segments]
+    except TypeError:
+        lengths = [-1]
     if lengths and (min(lengths) < 0 or sum(lengths) != tensor.numel()):
         raise GradwireError(f"segments must be lengths that add up to the {tensor.numel()} entries of the tensor")
     return tuple(n for n in lengths if n)

@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def memory_dtype(name: str) -> torch.dtype:
     """Return the dtype of a memory that users name; SpecError if there is no such memory."""
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise unknown_name("memory", name, list(DTYPES))
     return DTYPES[name]
 

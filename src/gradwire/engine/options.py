@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.errors import SpecError, unknown_name
 
 HIERARCHICAL = "hierarchical"
+LONGEST_TIMEOUT = 10**9  # seconds: torch counts nanoseconds in 64 bits
 AGGREGATIONS = ("auto", ALL_GATHER, SCATTER_REDUCE, HIERARCHICAL)
 
 
@@ -43,8 +45,8 @@ class Options:
         memory_dtype(self.memory)
         if self.memory != "fp32" and self.aggregate == "hierarchical":
             raise SpecError("aggregate='hierarchical' adds up error memories of a host: use memory='fp32' with it")
-        if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
-            raise SpecError(f"timeout must be a number of seconds above 0, not {self.timeout!r}")
+        if self.timeout is not None and not (isinstance(self.timeout, Real) and 0 < self.timeout <= LONGEST_TIMEOUT):
+            raise SpecError(f"timeout must be a number of seconds above 0, and up to 10**9, not {self.timeout!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise SpecError(f"grad_scaler must be a torch.amp.GradScaler, not {type(self.grad_scaler).__name__}")
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):

@@ -218,8 +218,8 @@ def attach(
     recipes = parse_spec(spec)
     for recipe in recipes.values():
         _check_for_shards(recipe)
-    if memory not in MEMORIES:
-        raise unknown_name("memory", str(memory), MEMORIES)
+    if not isinstance(memory, str) or memory not in MEMORIES:
+        raise unknown_name("memory", memory, MEMORIES)
     modules = modules_of(model)
     for module in modules:
         for name in module.sizes:

@@ -43,6 +43,10 @@ class Link:
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
         if group is None:
             raise AggregateError("no process group: call torch.distributed.init_process_group first")
+        if not isinstance(group, dist.ProcessGroup):  # torch gives ranks that are not in a new group something else
+            raise AggregateError(
+                f"{group!r} is no process group that this rank is in: leave this rank out, or pass another"
+            )
         self.group: dist.ProcessGroup = group
         self.closed = False
         self._under_way = 0  # collectives that were started and not waited for
