@@ -16,6 +16,7 @@ import torch
 import gradwire
 from gradwire import FrameError, codecs
 from gradwire.flower.shared import update
+from gradwire.inspection import frames
 from support.decoding_cost import Cost, cost_of, give_back_at_once, small_pages_only
 
 TRIES = 3  # of which the least counts: the kernel counts pages in batches
@@ -34,6 +35,10 @@ class FreshProcess:
     def add(self, frame: bytes) -> Cost:
         """What adding a frame to a sum costs, beyond the sum."""
         return self._measure("add", frame)
+
+    def inspect(self, frame: bytes) -> Cost:
+        """What it costs to look into a frame, as `gradwire inspect` does, or to refuse it."""
+        return self._measure("inspect", frame)
 
     def update(self, data: bytes, elements: int) -> Cost:
         """What decoding a Flower update costs, of a model with one array of so many elements."""
@@ -101,9 +106,22 @@ def _add(frame: bytes) -> Callable[[], None]:
     return add
 
 
+def _inspect(frame: bytes) -> Callable[[], None]:
+    def inspect() -> None:
+        with contextlib.suppress(FrameError):
+            frames.describe(frame)
+
+    return inspect
+
+
 def _update(data: bytes, elements: int) -> Callable[[], None]:
     model = {"weight": torch.zeros(elements, dtype=torch.float32)}
     return lambda: update.decode(data, model)
 
 
-_CALLS: dict[str, Callable[..., Callable[[], None]]] = {"decode": _decode, "add": _add, "update": _update}
+_CALLS: dict[str, Callable[..., Callable[[], None]]] = {
+    "decode": _decode,
+    "add": _add,
+    "inspect": _inspect,
+    "update": _update,
+}

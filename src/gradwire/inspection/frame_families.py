@@ -46,7 +46,10 @@ def describe_sparse(report: FrameReport, header: headers.Header, payload: np.nda
         if kind & 15 >= len(VALUES):
             raise FrameError("damaged values of a sparse frame")
         start = reader.position
-        positions.read(reader, kind >> 4, sent, header.elements)
+        coded = positions.open_positions(reader, kind >> 4, sent, header.elements)
+        for _ in coded.parts(positions.PART):  # to see whether they are damaged; all at once they would be eight bytes each
+            pass
+        reader.position = coded.end
         used = reader.position - start
         report.coder, parameter = (("golomb", "b"), ("classes", "m"))[kind >> 4]
         report.side_bytes = start
