@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from support.rank_pool import RankPool, Scenario, named
 
 SOURCES = Path(gradwire.__file__).parent
 TRIALS = Path(__file__).parents[1] / "exit_trials.py"
+WAYS = {"exit_3": 3, "raise": 1, "ctrl_c": -signal.SIGINT}  # and what a program ends with then
 
 
 def end_of_interpreter() -> float:
@@ -153,6 +155,26 @@ def test_gloo_threads_never_call_python() -> None:
 
 
 # ── whole processes ───────────────────────────────────────────────────────────────────────────────
+
+
+def ended(way: str, *options: str) -> int:
+    """What the program of support/ends_in_an_exchange.py ends with."""
+    command = [sys.executable, "-m", "support.ends_in_an_exchange", way, *options]
+    return subprocess.run(command, cwd=TRIALS.parent, capture_output=True, timeout=120, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("way", "code"), [("end", 0), *(pytest.param(*w, marks=pytest.mark.thorough) for w in WAYS.items())]
+)
+def test_a_program_that_ends_in_the_middle_of_an_exchange(way: str, code: int) -> None:
+    """It ended with "terminate called without an active exception" whenever its thread woke up at the wrong moment."""
+    assert ended(way) == code
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="this version lets other threads hang when it ends")
+def test_the_program_would_abort_without_what_is_done_at_exit() -> None:
+    assert ended("end", "unguarded") == -signal.SIGABRT
 
 
 @pytest.mark.thorough
