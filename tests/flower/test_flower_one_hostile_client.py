@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -402,9 +403,55 @@ def test_config_records_pass() -> None:
     assert strategy.stats()["train"]["rejected"] == 0
 
 
+def saved_trees(count: int = 1, **changes: Any) -> bytes:
+    """What XGBoost saves, as far as Flower reads it, of a model with so many trees."""
+    model = {
+        "gbtree_model_param": {"num_trees": str(count), "num_parallel_tree": "1"},
+        "trees": [{"id": number} for number in range(count)],
+        "tree_info": [0] * count,
+        "iteration_indptr": list(range(count + 1)),
+        **changes,
+    }
+    return json.dumps({"learner": {"gradient_booster": {"model": model}}}).encode()
+
+
+def of_trees(saved: bytes, name: str = "0") -> Fault:
+    return records(arrays=ArrayRecord({name: Array(np.frombuffer(saved, "u1"))}))
+
+
+NO_TREES: dict[str, Fault] = {
+    "garbage": of_trees(b"\xff{nope"),
+    "nothing": of_trees(b""),
+    "other JSON": of_trees(b'{"learner": 5}'),
+    "deep JSON": of_trees(b"[" * 100_000),
+    "an endless number": of_trees(saved_trees(gbtree_model_param={"num_trees": 1e999, "num_parallel_tree": "1"})),
+    "a number of 5000 digits": of_trees(saved_trees(gbtree_model_param={"num_trees": "9" * 5000})),
+    "more trees than it has": of_trees(saved_trees(gbtree_model_param={"num_trees": "1", "num_parallel_tree": "2"})),
+    "fewer trees than none": of_trees(saved_trees(gbtree_model_param={"num_trees": "1", "num_parallel_tree": "-1"})),
+    "trees that are none": of_trees(saved_trees(trees=[5])),
+    "no list of trees": of_trees(saved_trees(trees={"0": {}})),
+    "no iterations": of_trees(saved_trees(iteration_indptr=[])),
+    "iterations without numbers": of_trees(saved_trees(iteration_indptr=[0, "1"])),
+    "no groups": of_trees(saved_trees(tree_info=5)),
+}
+
+
+@for_each("what", NO_TREES)
+@for_each("first", [True, False])
+def test_trees_that_cannot_be_added_are_left_out(first: bool, what: str) -> None:
+    """Flower reads them with json.loads alone: what it does not find ended the training, or the next round."""
+    strategy = flower.Compressed(FedXgbBagging(fraction_evaluate=0.0))
+    honest = of_trees(saved_trees())
+    model = {"0": torch.tensor(list(b"" if first else saved_trees()), dtype=torch.uint8)}
+    result, _ = run(strategy, floats_client([]), 3, 2, lambda r: by_hostile(NO_TREES[what])(honest(r)), model=model)
+    assert strategy.stats()["train"]["rejected"] == 2
+    grown = json.loads(result.arrays["0"].numpy().tobytes())["learner"]["gradient_booster"]["model"]
+    assert len(grown["trees"]) == int(grown["gbtree_model_param"]["num_trees"]) == (4 if first else 5)
+
+
 def test_trees_may_grow() -> None:
     strategy = flower.Compressed(FedXgbBagging(fraction_evaluate=0.0))
-    trees = records(arrays=ArrayRecord({"0": Array(np.frombuffer(b'{"a": 1}', "u1"))}))
+    trees = of_trees(saved_trees())
     shrunk = records(arrays=ArrayRecord({"0": Array(np.zeros((2, 2), "u1"))}))
     model = {"0": torch.zeros(0, dtype=torch.uint8)}
     faults = [trees, by_hostile(shrunk)]

@@ -47,7 +47,9 @@ def describe_sparse(report: FrameReport, header: headers.Header, payload: np.nda
             raise FrameError("damaged values of a sparse frame")
         start = reader.position
         coded = positions.open_positions(reader, kind >> 4, sent, header.elements)
-        for _ in coded.parts(positions.PART):  # to see whether they are damaged; all at once they would be eight bytes each
+        for _ in coded.parts(
+            positions.PART
+        ):  # to see whether they are damaged; all at once they would be eight bytes each
             pass
         reader.position = coded.end
         used = reader.position - start

@@ -13,6 +13,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from gradwire.errors import GradwireError
+from gradwire.flower.server.tree_checks import check_trees
 from gradwire.flower.shared import arrays
 
 LARGEST_WEIGHT = 2.0**53  # above it not even whole numbers can be told apart
@@ -26,12 +27,14 @@ class ReplyRules:
 
     `weighted_by` is the metric by which it weights replies. With `same_layout` it averages them, as all strategies of
     Flower do: then a reply has exactly one MetricRecord with this metric in it and, after training, exactly one
-    ArrayRecord with the arrays of the model. `needed_metrics` are others that the next model is computed from.
+    ArrayRecord with the arrays of the model. `needed_metrics` are others that the next model is computed from. With
+    `adds_trees` the model is trees of XGBoost, to which the strategy adds those of the replies.
     """
 
     weighted_by: str = "num-examples"
     same_layout: bool = False
     needed_metrics: tuple[str, ...] = ()
+    adds_trees: bool = False
 
     def check_records(self, reply: Message, kind: str) -> None:
         """Raise a GradwireError if the records or metrics of a reply to a message of this kind cannot be used."""
@@ -46,6 +49,12 @@ class ReplyRules:
             self._check_needed_metrics(reply)
         elif self.same_layout:  # it holds nothing but metrics, of which a single NaN would be the mean of all
             _check_finite(reply)
+
+    def check_arrays(self, reply: Message, kind: str) -> None:
+        """Raise a GradwireError if the arrays of a reply, which have been found to be the model's, cannot be used."""
+        if self.adds_trees and kind == "train":
+            for record in reply.content.array_records.values():
+                check_trees(record)
 
     def _check_needed_metrics(self, reply: Message) -> None:
         for name in self.needed_metrics:

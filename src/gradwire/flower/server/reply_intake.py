@@ -160,6 +160,7 @@ class ReplyIntake:
             self.meter.count_dense_reply(reply, awaited.kind)
             same_layout = self.rules.same_layout and awaited.kind == "train"
             reply, norm = replies.checked_raw(reply, model, self.models.chain, same_layout)
+        self.rules.check_arrays(reply, awaited.kind)
         norms = model.norms if norm is not None else {}
         size = ReplySize(awaited.node, weight, norm if awaited.kind == "train" else None, norms)
         return ReceivedReply(reply, awaited, token, size)

@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
     FedAvg,
+    FedXgbBagging,
     QFedAvg,
     Result,
     Strategy,
@@ -89,6 +90,7 @@ class Compressed(Strategy):
             needed_metrics=(inner.train_loss_key,) if isinstance(inner, QFedAvg) else (),
             max_norm=self.max_norm,
             max_weight=self.max_weight,
+            adds_trees=isinstance(inner, FedXgbBagging),
         )
         return self.strategy.start(self.wire, *args, **options)
 

@@ -37,7 +37,8 @@ class Wire(GridWrapper):
     `weighted_by` is the metric by which the strategy weights replies. With `require_same_layout`, which the strategies
     of Flower need, every reply has to hold exactly one MetricRecord with that metric, the metrics that most clients
     have, and, after training, the arrays of the model that was sent; `needed_metrics` are others that the strategy
-    computes models from. `max_norm` and `max_weight` are those of `Compressed`.
+    computes models from. `max_norm` and `max_weight` are those of `Compressed`. With `adds_trees`, for Flower's
+    FedXgbBagging, every reply has to hold trees of XGBoost.
 
     It promises that the caller gets one reply for every reply that arrives, with the model's arrays in place of an
     update, or an error that says why the update was rejected. Messages of other kinds, and replies of clients without
@@ -49,14 +50,14 @@ class Wire(GridWrapper):
     def __init__(
         self, grid: Grid, *, download: Spec | None = None, rate: Rate | None = None, weighted_by: str = "num-examples",
         require_same_layout: bool = False, needed_metrics: tuple[str, ...] = (), max_norm: float | str | None = "auto",
-        max_weight: float | str | None = "auto",
+        max_weight: float | str | None = "auto", adds_trees: bool = False,
     ):  # fmt: skip
         super().__init__(grid)
         self.rate = rate
         self.training = secrets.token_bytes(TRAINING)
         self.models = SentModels(download)
         self.meter = Meter()
-        rules = ReplyRules(weighted_by, require_same_layout, needed_metrics)
+        rules = ReplyRules(weighted_by, require_same_layout, needed_metrics, adds_trees)
         self._intake = ReplyIntake(self.models, self.meter, rate, rules, RoundLimits(max_norm, max_weight))
         self._awaited: OrderedDict[str, AwaitedMessage] = OrderedDict()  # by id of the message
 
