@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import resource
@@ -10,9 +12,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradwire import GradwireError
+from gradwire.cli import main
 from gradwire.cli.options import writable
 from gradwire.cli.report import write_json
 from gradwire.cli.worker import _report_failure
@@ -39,6 +43,20 @@ def test_figures_that_do_not_fit_leave_those_before(tmp_path: Path, request: pyt
         write_json(path, {"run": "after"})
     assert json.loads(path.read_text()) == {"run": "before"}
     assert os.listdir(tmp_path) == ["figures.json"]
+
+
+def test_what_inspect_cannot_write_leaves_what_was_there(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    tensors, figures, picture = tmp_path / "a.npz", tmp_path / "figures.json", tmp_path / "fits.png"
+    np.savez(tensors, a=np.random.default_rng(0).normal(size=1000))
+    for file in (figures, picture):
+        file.write_text("before")
+    request.getfixturevalue("small_files")
+    for option, file in (("--json", figures), ("--plot", picture)):
+        output = contextlib.redirect_stdout(io.StringIO())  # not to a file, which would not grow, either
+        with pytest.raises(SystemExit, match=rf"^error: cannot write {file}: File too large$"), output:
+            main(["inspect", str(tensors), option, str(file)])
+        assert file.read_text() == "before"
+    assert sorted(os.listdir(tmp_path)) == ["a.npz", "figures.json", "fits.png"]
 
 
 def test_figures_go_into_a_pipe(tmp_path: Path) -> None:

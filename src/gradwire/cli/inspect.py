@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json as json_module
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer import Option
 
+from gradwire.cli.written_file import write_file
 from gradwire.errors import GradwireError
 from gradwire.frame import headers
 from gradwire.inspection import frames, plot, tables, tensor_files, tensors
@@ -60,10 +61,11 @@ def inspect(
             plot.check(plot_file)
         chosen, figures = _inspect_tensors(file, format, tensor, limit, console)
         if plot_file is not None:
-            _write(plot_file, lambda: plot.save(plot_file, chosen))
+            kind = plot_file.suffix.lower().removeprefix(".")
+            write_file(plot_file, lambda picture: plot.save(picture, kind, chosen))
     if json is not None:
-        text = json_module.dumps({"file": file.name, **figures}, indent=1, ensure_ascii=False)
-        _write(json, lambda: json.write_text(text + "\n", encoding="utf-8"))
+        text = json_module.dumps({"file": file.name, **figures}, indent=1, ensure_ascii=False) + "\n"
+        write_file(json, lambda written: written.write(text.encode()))
 
 
 inspect.__doc__ = f"{inspect.__doc__}\n{EPILOG}"
@@ -147,10 +149,3 @@ def _progress_if_slow(named: tensor_files.Named) -> Iterator[Iterator[tuple[str,
 def _remark(console: Console, count: int, text: str) -> None:
     if count:
         console.print(f"{count} {text}", style="dim", highlight=False)
-
-
-def _write(path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise GradwireError(f"cannot write {path}: {error.strerror}") from None

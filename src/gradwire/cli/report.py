@@ -11,9 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.checkpoints.replaced_file import replace_file
 from gradwire.cli.progress import plural
-from gradwire.errors import GradwireError
+from gradwire.cli.written_file import write_file
 
 PHASES = ("compute", "encode", "wait", "decode")
 
@@ -65,13 +64,7 @@ def table(title: str, caption: str, *headings: str, names: tuple[str, ...] = ("c
 def write_json(path: Path, summary: dict[str, Any]) -> None:
     """Write all figures to a file, which replaces the one before in one step; to a pipe or a device as it is."""
     text = json.dumps(_finite(summary), indent=2) + "\n"
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text)
-        else:
-            replace_file(path, lambda file: file.write(text.encode()))
-    except OSError as error:
-        raise GradwireError(f"cannot write {path}: {error.strerror or error}") from error
+    write_file(path, lambda file: file.write(text.encode()))
 
 
 def _finite(value: Any) -> Any:

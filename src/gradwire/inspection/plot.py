@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ def check(path: Path) -> None:
         raise GradwireError(f"cannot plot to {path}: the name must end in {', '.join(SUFFIXES)}")
 
 
-def save(path: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Draw the `MOST` largest of these finite tensors and write them to a file."""
+def save(file: BinaryIO, kind: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Draw the `MOST` largest of these finite tensors and write them to a file of this kind, such as png."""
     from matplotlib.figure import Figure
 
     largest = sorted(tensors, key=lambda item: -item[1].numel())[:MOST]
@@ -61,7 +61,7 @@ def save(path: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
     rows[-1, 1].set_xlabel("t / σ")
     handles, labels = rows[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=4, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(file, format=kind, dpi=150)
 
 
 def _standardised(tensor: torch.Tensor) -> np.ndarray | None:
