@@ -12,7 +12,7 @@ CUDA_SOURCES := $(foreach folder,gpu cuda_runtime kernels/cuda,$(wildcard src/gr
 C_SOURCES := $(wildcard native/*.cpp native/*.h tests/native_tsan/*.cpp src/gradwire/aggregator/*/*.h src/gradwire/aggregator/*/*.c) \
 	$(CUDA_SOURCES) $(wildcard tests/support/cuda_on_cpu/*.h tests/native_arm64/*.cpp tests/native_arm64/nanobind/*.h)
 
-.PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize soak exits torch-matrix clean
+.PHONY: demo test test-all test-gpu nightly lint bench bench-link bench-recipes bench-volume bench-aggregation bench-backward bench-federated trials fuzz sanitize soak exits torch-matrix clean
 
 demo: $(VENV)/.built       ## train digits on two workers, fp32 beside CO3
 	$(BIN)/gradwire train --task digits --workers 2 --codec none --codec co3
@@ -48,6 +48,9 @@ bench: $(VENV)/.test       ## speed on one core, and on more of them, beside cop
 
 bench-link: $(VENV)/.built ## training step on links of 100 Mbit/s to 10 Gbit/s: ten minutes (Linux, root, iproute2)
 	$(BIN)/python benchmarks/link.py
+
+bench-recipes: $(VENV)/.built ## training step with every recipe beside co3, at 1 Gbit/s: five minutes (Linux, root, iproute2)
+	$(BIN)/python benchmarks/recipes.py
 
 bench-volume: $(VENV)/.built ## bytes of a rank at 2 to 16 ranks, at its interface (Linux, root, iproute2)
 	$(BIN)/python benchmarks/volume.py

@@ -1,9 +1,10 @@
-"""What benchmarks/link.py compares: one rank of each contestant."""
+"""What benchmarks/link.py and benchmarks/recipes.py compare: one rank of each contestant."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.aggregate.messages import step_ledger
 from hosts import counters
+from networks import NETWORKS, make_model
 
 COMPUTE = "compute only"
 # On Gloo PowerSGD may abort where DDP has several buckets, since their collectives meet in any order.
 FRAGILE, IN_ONE_BUCKET = "PowerSGD rank 1", "PowerSGD rank 1, one bucket"
 PEERS = ("plain DDP", "fp16 hook", FRAGILE, IN_ONE_BUCKET)
-# sbc here is SBC(1): 0.1% in every step, no warm-up; the optimizer has no momentum that could be masked.
-SPECS = {"co3": "co3", "sbc": "sbc:p=0.001,mask=off,small=co3", "auto": "auto", "auto:error=1": "auto:error=1"}
+CODECS = ("co3", "sbc", "auto", "auto:error=1")
 FRONTS = ("attach", "DataParallel")
 
 
@@ -30,29 +32,24 @@ def names(codecs: list[str]) -> list[str]:
     return [COMPUTE, *PEERS, *(f"{front} {codec}" for front in FRONTS for codec in codecs)]
 
 
-def make_model() -> nn.Module:
-    """10.5 M parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(3072, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
-    )  # fmt: skip
-
-
-def maker(name: str, interface: str) -> Callable[[int], Contestant]:
-    return lambda rank: Contestant(name, interface)
+def maker(name: str, interface: str, network: str = "mlp") -> Callable[[int], Contestant]:
+    return lambda rank: Contestant(name, interface, network)
 
 
 class Contestant:
-    """One rank of it. DDP is built by `prepare`, on a link without limits, as its start is not what is measured;
-    gradwire joins by `attach`, on the link that it has to work with."""
+    """One rank of it, which trains with SGD and momentum 0.9. DDP is built by `prepare`, on a link without limits, as
+    its start is not what is measured; gradwire joins by `attach`, on the link that it has to work with."""
 
-    def __init__(self, name: str, interface: str):
+    def __init__(self, name: str, interface: str, network: str):
         self.name, self.interface = name, interface
-        self.front, _, codec = name.partition(" ")
-        self.spec = SPECS.get(codec, codec)
-        self.network: nn.Module = make_model()
+        self.front, _, self.spec = name.partition(" ")
+        self.network = make_model(network)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01, momentum=0.9)
         self.handle: Any = None
-        self.x, self.y = torch.randn(16, 3072), torch.randint(0, 10, (16,))
+        shape = NETWORKS[network].batch
+        self.x, self.y = torch.randn(shape), torch.randint(0, 10, shape[:1])
+        # What gradwire counts for encoding and decoding is the processor's time here, of the thread that does both.
+        step_ledger.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
 
     def prepare(self) -> None:
         if self.name in PEERS or self.front == "attach":
@@ -64,19 +61,20 @@ class Contestant:
             state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             self.network.register_comm_hook(state, powerSGD_hook)
         if self.name in PEERS:
-            self._optimizer()
             self.steps(3)  # buckets are rebuilt, and PowerSGD begins
 
     def attach(self) -> None:
         if self.front == "attach":
-            self.handle = gradwire.ddp.attach(self.network, self.spec)
+            self.handle = gradwire.ddp.attach(self.network, self.spec, optimizer=self.optimizer)
         elif self.front == "DataParallel":
-            self.network = gradwire.DataParallel(make_model(), self.spec)
+            self.network = gradwire.DataParallel(self.network, self.spec, optimizer=self.optimizer)
             self.handle = self.network.gradwire
-        self._optimizer()
 
-    def _optimizer(self) -> None:
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01)
+    def skip_warm_up(self) -> None:
+        """Go on at the step from which a recipe sends as few entries as it will."""
+        gradients = self.handle.gradients
+        warm_ups = [int(recipe.values.get("warmup", 0)) for recipe in gradients.recipes.by_pattern.values()]
+        gradients.ledger.resume_at(max(warm_ups))
 
     def settled(self) -> bool:
         """Whether `auto` has ended its search."""
@@ -91,10 +89,11 @@ class Contestant:
         return ", ".join(part for part in (recipe, aggregate) if part)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Seconds of each step, and the bytes that left during all of them."""
-        known = self.handle.stats()["wire_bytes_sent"] if self.handle else 0
+        """Seconds of each step; and of all of them the bytes that left, and the processor's seconds: in all, to encode,
+        and to decode."""
+        known = self._stats()
         dist.barrier()
-        before = counters(self.interface)
+        before, busy = counters(self.interface), time.process_time()
         seconds = []
         for _ in range(count):
             dist.barrier()
@@ -104,6 +103,12 @@ class Contestant:
             self.optimizer.step()
             seconds.append(time.perf_counter() - start)
         dist.barrier()
-        sent = counters(self.interface).since(before).bytes_sent
-        stated = self.handle.stats()["wire_bytes_sent"] - known if self.handle else 0
-        return {"seconds": seconds, "sent": sent, "stated": stated}
+        busy = time.process_time() - busy
+        sent, after = counters(self.interface).since(before).bytes_sent, self._stats()
+        stated, encode, decode = (
+            after.get(key, 0) - known.get(key, 0) for key in ("wire_bytes_sent", "encode_s", "decode_s")
+        )
+        return {"seconds": seconds, "sent": sent, "stated": stated, "busy": (busy, encode, decode)}
+
+    def _stats(self) -> dict[str, float]:
+        return self.handle.stats() if self.handle else {}

@@ -1,12 +1,14 @@
 """Training step over thin links: plain DDP, PyTorch's own hooks and gradwire, interleaved in one run.
 
-    sudo python benchmarks/link.py [--rates 100mbit,1gbit,10gbit] [--ranks 2,4] [--codecs co3,sbc] [--save]
+    sudo python benchmarks/link.py [--rates 100mbit,1gbit,10gbit] [--ranks 2,4] [--codecs co3,sbc]
+        [--network mobilenet_v2] [--save]
 
 Every rank is a host of its own, its link shaped in both directions with tc's token bucket (benchmarks/hosts.py: Linux,
 root, iproute2). Every contestant has processes of its own, and they take turns of a few steps, round after round, so
-that all of them meet the same noise of a shared machine. The model is an MLP of 10.5 M parameters, batch 16, one thread
-a rank. A step's time is the mean over the ranks; the table has the median of all steps. "compute only" is the same step
-by as many ranks that do not talk to each other. `auto` is measured once it has settled.
+that all of them meet the same noise of a shared machine. The model is an MLP of 10.5 M parameters, or another one of
+benchmarks/networks.py, with SGD and momentum 0.9, one thread a rank. Rows are named by what a user would write. A
+step's time is the mean over the ranks; the table has the median of all steps, and the processor's time beside it.
+"compute only" is the same step by as many ranks that do not talk to each other. `auto` is measured once it has settled.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import link_report
-from contestants import COMPUTE, FRAGILE, FRONTS, PEERS, SPECS, maker, names
+from contestants import CODECS, COMPUTE, FRAGILE, FRONTS, PEERS, maker, names
 from crews import Crew, LostCrew
 from hosts import Hosts, bits_per_second
+from networks import NETWORKS
 
 TURN = 0.6  # seconds: slower contestants take fewer steps
 SPENT = 8.0  # seconds: after these, and three steps, a contestant has been measured well enough
 WARM_UP = 4  # steps, in which gradwire also chooses between all-gather and scatter-reduce
 FIRST_PORT = 29600
+PATIENCE = 60  # seconds; PowerSGD may hang where it does not abort
 
 
 @dataclass
@@ -37,11 +41,13 @@ class Entry:
     name: str
     hosts: Hosts
     port: int
+    network: str = "mlp"
     crew: Crew | None = None
     seconds: list[float] = field(default_factory=list)
     sent: float = 0.0  # bytes of a rank, by its interface
     stated: float = 0.0  # by its own account
-    steps_run: int = 0  # that these bytes belong to
+    busy: list[float] = field(default_factory=lambda: [0.0] * 3)  # the processor's seconds: all, encoding, decoding
+    steps_run: int = 0  # that these bytes and seconds belong to
     pace: float = 0.1  # seconds of the last step
     settled_after: int = 0
     choice: str = ""
@@ -52,7 +58,9 @@ class Entry:
         """On a link without limits. Peers may abort (PowerSGD on Gloo does, in some runs): they have another try."""
         while self.crew is None and self.aborts < 2:
             self.failed = ""
-            self.crew = Crew(maker(self.name, self.hosts.interface), self.hosts, self.hosts.count, self.port)
+            self.crew = Crew(
+                maker(self.name, self.hosts.interface, self.network), self.hosts, self.hosts.count, self.port
+            )
             self.port += 20
             self.ask("prepare")
 
@@ -61,7 +69,7 @@ class Entry:
         if self.crew is None:
             return []
         try:
-            return self.crew.ask(method, *arguments)
+            return self.crew.ask(method, *arguments, seconds=PATIENCE)
         except LostCrew as error:
             self.failed, self.crew = f"{method}: {error}", None
             self.aborts += 1
@@ -83,6 +91,8 @@ class Entry:
             self.pace = times[-1]
             self.sent += statistics.fmean(a["sent"] for a in answers)
             self.stated += statistics.fmean(a["stated"] for a in answers)
+            parts = (statistics.fmean(of_ranks) for of_ranks in zip(*(a["busy"] for a in answers), strict=True))
+            self.busy = [before + now for before, now in zip(self.busy, parts, strict=True)]
             self.steps_run += part
         return times
 
@@ -105,7 +115,7 @@ class Entry:
 
     def forget(self) -> None:
         """What came before is not part of the measurement."""
-        self.seconds, self.sent, self.stated, self.steps_run = [], 0.0, 0.0, 0
+        self.seconds, self.sent, self.stated, self.busy, self.steps_run = [], 0.0, 0.0, [0.0] * 3, 0
 
     def begin_table(self) -> None:
         self.forget()
@@ -118,6 +128,7 @@ class Entry:
         low, _, high = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else self.seconds * 3
         row = {"ms": statistics.median(self.seconds) * 1e3, "quartiles_ms": [low * 1e3, high * 1e3]}
         row |= {"steps": len(self.seconds), "interface_bytes_per_step": self.sent / self.steps_run} | aborts
+        row["busy_ms"] = [1e3 * part / self.steps_run for part in self.busy]
         if self.name != COMPUTE and self.name not in PEERS:
             row["stated_bytes_per_step"] = self.stated / self.steps_run
         if self.settled_after:
@@ -128,7 +139,7 @@ class Entry:
 def races(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The tables of one number of ranks. Processes and DDP models stay; gradwire begins anew with each rate."""
     with Hosts(ranks) as hosts:
-        entries = [Entry(name, hosts, FIRST_PORT + i) for i, name in enumerate(names(options.codecs))]
+        entries = [Entry(name, hosts, FIRST_PORT + i, options.network) for i, name in enumerate(names(options.codecs))]
         try:
             for rate in options.rates:
                 race(entries, hosts, rate, options)
@@ -169,7 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=_list, default=["100mbit", "1gbit", "10gbit"], help="or none, for no limit")
     parser.add_argument("--ranks", type=_list, default=["2", "4"])
-    parser.add_argument("--codecs", type=_list, default=list(SPECS), help="names of this file, or gradwire specs")
+    parser.add_argument("--codecs", type=_list, default=list(CODECS), help="gradwire specs")
+    parser.add_argument("--network", choices=NETWORKS, default="mlp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of one turn")
     parser.add_argument("--settle", type=int, default=60, help="steps that auto has at most before it is measured")
@@ -189,7 +201,7 @@ def main() -> None:
     print("\n".join(link_report.verdicts(tables)))
     print(f"\n{time.monotonic() - start:.0f} s in all")
     if options.save:
-        link_report.save(tables)
+        link_report.save(tables, options.network)
 
 
 def _list(text: str) -> list[str]:

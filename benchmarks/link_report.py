@@ -9,6 +9,7 @@ from typing import Any
 
 from contestants import COMPUTE, FRONTS, PEERS
 from machine import processor
+from networks import NETWORKS
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -42,7 +43,7 @@ def goal(rows: Rows, name: str, rate: str) -> tuple[float, str] | None:
         return None
     # auto has an error to keep, which 0.1% of the entries do not; error=1 allows everything.
     others = [n for n in rows if n.startswith(f"{front} ") and "auto" not in n]
-    others = [n for n in others if codec == "auto:error=1" or not n.endswith(" sbc")]
+    others = [n for n in others if codec == "auto:error=1" or " sbc" not in n]
     others = [n for n in (*others, *PEERS[:2]) if measured(rows, n)]
     if not others:
         return None
@@ -54,11 +55,14 @@ def goal(rows: Rows, name: str, rate: str) -> tuple[float, str] | None:
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
     rows, rate = result["rows"], result["rate"]
-    lines = [f"\n### {result['ranks']} ranks at {rate}\n", "| | ms | quartiles | × compute | goal | MB sent | stated |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        f"\n### {result['ranks']} ranks at {rate}\n",
+        "| | ms | quartiles | × compute | goal | MB sent | stated | processor: all, encoding, decoding |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         if not measured(rows, name):
-            lines.append(f"| {name} | {reason(row)} | | | | | |")
+            lines.append(f"| {name} | {reason(row)} | | | | | | |")
             continue
         low, high = row["quartiles_ms"]
         notes = [row.get("choice"), f"aborted {row['aborts']} ×" if "aborts" in row else row.get("failed")]
@@ -69,6 +73,7 @@ def table(result: dict[str, Any]) -> str:
         cells.append(f"{aim[1]} {'✓' if times_compute(rows, name) <= aim[0] else '✗'}" if aim else "")
         cells.append(f"{row['interface_bytes_per_step'] / 1e6:.3f}")
         cells.append(f"{row['stated_bytes_per_step'] / 1e6:.3f}" if "stated_bytes_per_step" in row else "")
+        cells.append(", ".join(f"{part:.1f}" for part in row["busy_ms"] if part))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -107,11 +112,15 @@ def progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def save(tables: list[dict[str, Any]]) -> None:
+def save(tables: list[dict[str, Any]], network: str) -> None:
+    """Keep the tables beside those of other networks."""
     command = f"sudo python benchmarks/link.py {' '.join(sys.argv[1:])}"
     about = {"command": command, "machine": processor(), "tables": tables}
-    (RESULTS / "link.json").write_text(json.dumps(about, indent=1) + "\n")
-    head = f"# Training step over thin links\n\n`{command}` on {processor()}. MLP of 10.5 M parameters, batch 16, one "
-    head += "thread a rank; median of a step; quartiles beside it; bytes are those of one rank and step.\n"
+    name = "link" if network == "mlp" else f"link_{network}"
+    (RESULTS / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
+    batch = " × ".join(map(str, NETWORKS[network].batch))
+    head = f"# Training step over thin links: {network}\n\n`{command}` on {processor()}. Batches of {batch}, SGD with "
+    head += "momentum 0.9, one thread a rank; median of a step in ms; quartiles beside it; bytes are those of one rank "
+    head += "and step, and the processor's time is the ms of one rank and step.\n"
     text = head + "\n".join([*(table(t) for t in tables), *verdicts(tables)]) + "\n"
-    (RESULTS / "link.md").write_text(text)
+    (RESULTS / f"{name}.md").write_text(text)
