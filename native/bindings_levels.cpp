@@ -101,7 +101,7 @@ void assign(Floats gradient, std::optional<Floats> memory, std::optional<FloatsO
 
 void spread(Bytes symbols, Floats values, int levels, Ints starts, FloatsOut out, bool accumulate, int threads) {
     const Buckets b = make_buckets(starts, symbols.size());
-    require_levels(levels);
+    require(levels >= 1 && levels <= kMaxValues, "bad number of levels");
     require(values.size() == b.count * size_t(levels), "values has the wrong size");
     require(out.size() == symbols.size(), "out has the wrong size");
     nb::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// The parts that need no vector instructions of their own: tables, bit packing, Huffman, moments, CRC-32.
+// The parts that need no vector instructions of their own: tables, bit packing, moments, samples.
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -132,61 +132,6 @@ bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* s
         filled -= width;
     }
     return good && bits == 0;
-}
-
-size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, const uint16_t* codes, uint8_t* out) {
-    uint8_t* p = out;
-    uint64_t bits = 0;  // the lowest `filled` bits are waiting, the oldest highest
-    int filled = 0;
-    for (size_t i = 0; i < n; i++) {
-        bits = bits << lengths[symbols[i]] | codes[symbols[i]];
-        filled += lengths[symbols[i]];
-        if (filled >= 32) {
-            filled -= 32;
-            uint32_t word = uint32_t(bits >> filled);
-            *p++ = uint8_t(word >> 24);
-            *p++ = uint8_t(word >> 16);
-            *p++ = uint8_t(word >> 8);
-            *p++ = uint8_t(word);
-        }
-    }
-    for (; filled > 0; filled -= 8) *p++ = uint8_t(filled >= 8 ? bits >> (filled - 8) : bits << (8 - filled));
-    return p - out;
-}
-
-bool huffman_decode(const uint8_t* data, size_t length, size_t n, const uint8_t* lengths, const uint16_t* codes,
-                    int symbols, uint8_t* out) {
-    int longest = 0;
-    for (int s = 0; s < symbols; s++) longest = lengths[s] > longest ? lengths[s] : longest;
-    if (!longest || longest > 15) return false;
-    struct Entry {
-        uint8_t symbol, length;
-    };
-    std::vector<Entry> table(size_t(1) << longest, Entry{0, 0});  // length 0: no such code
-    for (int s = 0; s < symbols; s++) {
-        if (!lengths[s]) continue;
-        uint32_t first = uint32_t(codes[s]) << (longest - lengths[s]);
-        for (uint32_t i = 0; i < 1u << (longest - lengths[s]); i++)
-            table[(first + i) & ((1 << longest) - 1)] = {uint8_t(s), lengths[s]};
-    }
-    const uint8_t *p = data, *end = data + length;
-    uint64_t bits = 0;  // the lowest `filled` bits come next; zeros are read past the end and counted
-    int filled = 0, borrowed = 0;
-    for (size_t i = 0; i < n; i++) {
-        while (filled < longest) {
-            bits = bits << 8 | (p < end ? *p : 0);
-            p < end ? void(p++) : void(borrowed += 8);
-            filled += 8;
-        }
-        Entry e = table[bits >> (filled - longest) & ((1 << longest) - 1)];
-        if (!e.length) return false;
-        filled -= e.length;
-        if (filled < borrowed) return false;
-        out[i] = e.symbol;
-    }
-    filled -= borrowed;
-    bits >>= borrowed;
-    return p == end && filled < 8 && (bits & ((1u << filled) - 1)) == 0;
 }
 
 }  // namespace gradwire

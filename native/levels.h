@@ -9,7 +9,7 @@
 namespace gradwire {
 
 constexpr int kStats = 5;  // min, max, sum of magnitudes, sum, sum of squares
-constexpr int kMaxLevels = 255;
+constexpr int kMaxLevels = 255, kMaxValues = 256;
 
 struct Buckets {
     const int64_t* starts;

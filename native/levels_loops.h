@@ -315,7 +315,7 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
 
 [[maybe_unused]] inline void spread_loop(const uint8_t* symbols, Buckets b, const float* values, int levels, float* out,
                                          bool accumulate) {
-    float v[256] = {};  // any symbol finds a number
+    float v[kMaxValues] = {};  // any symbol finds a number
     for (size_t bucket = 0; bucket < b.count; bucket++, values += levels) {
         for (int j = 0; j < levels; j++) v[j] = values[j];
         const size_t start = size_t(b.starts[bucket]), end = size_t(b.starts[bucket + 1]);

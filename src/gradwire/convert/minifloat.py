@@ -17,7 +17,7 @@ import torch
 
 from gradwire import compress, kernels, models
 from gradwire.compress import rans
-from gradwire.convert.blocks import blocks, combine
+from gradwire.convert.blocks import combine
 from gradwire.convert.conversion import Conversion, Converter, NonFinite, in_host_memory, limit_to
 from gradwire.convert.segments import LARGEST_STEP, SMALLEST_STEP, Segments, read_step
 from gradwire.errors import FrameError
@@ -294,9 +294,8 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if coding.coder == compress.CONSTANT:
         combine(table[compress.read_constant(reader, fmt)].expand(count), out, 1, accumulate)
         return
-    symbols = torch.from_numpy(compress.decode(reader, fmt, count, coding))
-    for part in blocks(count):
-        combine(kernels.dequantize(symbols[part], table), out[part], 1, accumulate)
+    symbols = compress.decode(reader, fmt, count, coding)
+    kernels.spread_levels(symbols, table[None], np.array([0, count]), out, accumulate)
 
 
 def decode_onto(header: Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> bool:
