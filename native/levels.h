@@ -34,6 +34,10 @@ struct LevelKernels {
     size_t (*count_to)(const float* u, size_t n, float limit);                              // of u <= limit
     float (*largest_to)(const float* u, size_t n, float limit);                             // of u <= limit
     float (*smallest_above)(const float* u, size_t n, float limit);                         // of u > limit
+    // The least bit pattern of a magnitude that is not zero, and the largest; returns about the sum of magnitudes.
+    float (*magnitudes)(const float* u, size_t n, uint32_t& least, uint32_t& most);
+    // (u - first) * scale + 1, cut off to an integer from 0 to `last`.
+    void (*bin_numbers)(const float* u, size_t n, float first, float scale, int last, uint8_t* bins);
     // The first i from `first` to `end` with the smallest least[i] + cost(i, j), and that sum.
     size_t (*cheapest)(const Costs& c, size_t j, size_t first, size_t end, double& value);
 };

@@ -167,6 +167,42 @@ inline float smallest_above_loop(const float* u, size_t n, float limit) {
     return smallest;
 }
 
+inline float magnitudes_loop(const float* u, size_t n, uint32_t& least, uint32_t& most) {
+    const int32_t infinity = 0x7f800000;
+    IntLanes low = IntLanes{} + infinity, high = {};
+    FloatLanes sums = {};
+    for (size_t i = 0; i < n; i += kLanes) {
+        FloatLanes v = {};
+        if (i + kLanes <= n)
+            v = lanes_at(u + i);
+        else
+            std::memcpy(&v, u + i, (n - i) * sizeof(float));
+        const IntLanes magnitude = (IntLanes)v & 0x7fffffff, nonzero = magnitude ? magnitude : infinity;
+        low = nonzero < low ? nonzero : low;
+        high = magnitude > high ? magnitude : high;
+        sums += (FloatLanes)magnitude;
+    }
+    least = uint32_t(infinity);
+    most = 0;
+    float sum = 0;
+    for (int l = 0; l < kLanes; l++) {
+        least = uint32_t(low[l]) < least ? uint32_t(low[l]) : least;
+        most = uint32_t(high[l]) > most ? uint32_t(high[l]) : most;
+        sum += sums[l];
+    }
+    return sum;
+}
+
+inline void bin_numbers_loop(const float* u, size_t n, float first, float scale, int last, uint8_t* bins) {
+    const float most = float(last);
+    for (size_t i = 0; i < n; i++) {
+        float place = (u[i] - first) * scale + 1.0f;
+        place = place > 0.0f ? place : 0.0f;
+        place = place < most ? place : most;
+        bins[i] = uint8_t(int32_t(place));
+    }
+}
+
 inline size_t cheapest_loop(const Costs& c, size_t j, size_t first, size_t end, double& value) {
     const double *w = c.w, *sums = c.sums, *squares = c.squares, *least = c.least;
     double* found = c.found;
@@ -327,8 +363,9 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
 }
 
 #define GRADWIRE_LEVEL_KERNELS(assign, spread)                                                                         \
-    {stats_loop,       assign,        spread,          load_loop,           extremes_loop,                             \
-     sum_between_loop, count_to_loop, largest_to_loop, smallest_above_loop, cheapest_loop}
+    {stats_loop,          assign,           spread,           load_loop,                                               \
+     extremes_loop,       sum_between_loop, count_to_loop,    largest_to_loop,                                         \
+     smallest_above_loop, magnitudes_loop,  bin_numbers_loop, cheapest_loop}
 
 }  // namespace
 }  // namespace gradwire

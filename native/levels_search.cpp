@@ -7,6 +7,8 @@
 //   that is slow, by bisection over the integers whose order is that of the floats. Comparing 2048 entries in the
 //   first-level cache takes some hundred vector instructions, so ten such passes are a small part of sorting.
 // - Where entries are sorted, it is as such integers, byte by byte: exact.
+// - BinGrad-b needs few of a bucket's entries in order, as long as its sums are exact, whatever their order: where the
+//   exponents of its entries are near enough for fp64. It sorts the rest as the reference does.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -27,6 +29,7 @@ struct Bucket {
     std::vector<float> u;
     std::vector<uint32_t> keys, other, choices;
     std::vector<double> x, sums, squares, least, best, found;
+    std::vector<uint8_t> bins;
 
     void resize(size_t size) {
         n = size;
@@ -168,19 +171,128 @@ void orq_exact(const LevelKernels& kernels, Bucket& t, int levels, float* out) {
     out[0] = t.u[0];
 }
 
-void bingrad_two(const Bucket& t, float* out) {
-    const size_t n = t.n;
-    out[0] = out[1] = t.u[0];
-    if (t.u[0] == t.u[n - 1]) return;
-    size_t best = 1;
-    double most = -1;
-    for (size_t c = 1; c < n; c++) {
-        const double left = t.sums[c], right = t.sums[n] - t.sums[c];
-        const double gain = left * left / double(c) + right * right / double(n - c);
-        if (gain > most) most = gain, best = c;
+// What is gained by a split after c of n sorted entries that add up to `total`, the first c to `left`.
+double gain(double left, double c, double total, double n) {
+    const double right = total - left;
+    return left * left / c + right * right / (n - c);
+}
+
+// The best split so far: the first of those that gain most.
+struct Split {
+    double total = 0, most = -1, left = 0;
+    size_t count = 1;
+
+    void consider(size_t c, double sum, size_t n) {
+        const double gained = gain(sum, double(c), total, double(n));
+        if (gained > most || (gained == most && c < count)) most = gained, count = c, left = sum;
     }
-    out[0] = float(t.sums[best] / double(best));
-    out[1] = float((t.sums[n] - t.sums[best]) / double(n - best));
+};
+
+// Whether any sum of n entries with these bit patterns of magnitudes is exact in fp64: it is a multiple of the last bit
+// of the least, and below 2^53 times that.
+bool sums_are_exact(uint32_t least, uint32_t most, size_t n) {
+    int doublings = 0;
+    while (size_t(1) << doublings < n) doublings++;
+    return int(most >> 23) - std::max(1, int(least >> 23)) + 24 + doublings <= 53;
+}
+
+// A part of a bucket's entries, in ascending order of parts: how many they are and what they add up to.
+struct Bin {
+    double sum;
+    uint32_t count;
+};
+
+constexpr int kBins = 64;
+constexpr double kReach = 3;  // of the inner bins, in mean magnitudes
+constexpr double kWider = 1e-3, kLarger = 1 + 1e-9;
+
+// The most that a split inside a bin could gain. Prefix sums of sorted entries from `low` to `high` lie in the triangle
+// between both ends and the place where a line of slope `low` from the one meets a line of slope `high` from the other;
+// and a function that is convex is largest in a corner.
+double most_inside(const Bin& before, const Bin& end, double low, double high, double total, double n) {
+    const double count = end.count - before.count, sum = end.sum - before.sum;
+    const double lows = (high * count - sum) / (high - low);
+    const double c = before.count + lows, left = before.sum + low * lows;
+    return c > 0 && c < n ? gain(left, c, total, n) : kInfinity;
+}
+
+// The best split of a bucket whose sums are exact, without sorting it: entries are counted in bins, and only bins in
+// which a split could gain more than one between bins are sorted. False, if bins cannot tell the entries apart.
+bool split_by_bins(const LevelKernels& kernels, Bucket& t, float low, float high, double magnitude, Split& best) {
+    const size_t n = t.n;
+    const float* u = t.u.data();
+    size_t count;
+    best.total = kernels.sum_between(u, n, -kInfinity, kInfinity, count);
+    // Bins of the same width around the mean, and at each end one for all that is further away.
+    const double center = best.total / double(n), reach = kReach * (magnitude + std::fabs(center));
+    const float first = float(std::max(double(low), center - reach)),
+                last = float(std::min(double(high), center + reach));
+    const float scale = float(kBins - 2) / (last - first), width = (last - first) / float(kBins - 2);
+    if (!(scale > 0 && scale < kInfinity && width > 0)) return false;
+    t.bins.resize(n);
+    kernels.bin_numbers(u, n, first, scale, kBins - 1, t.bins.data());
+    Bin bins[2][kBins] = {};  // in turn, so that an addition need not wait for the last one
+    for (size_t i = 0; i < n; i++) {
+        Bin& bin = bins[i & 1][t.bins[i]];
+        bin.sum += u[i];
+        bin.count++;
+    }
+    Bin before[kBins + 1] = {};
+    for (int b = 0; b < kBins; b++) {
+        const Bin all = {bins[0][b].sum + bins[1][b].sum, bins[0][b].count + bins[1][b].count};
+        const Bin end = before[b + 1] = {before[b].sum + all.sum, before[b].count + all.count};
+        if (all.count && end.count < n) best.consider(end.count, end.sum, n);
+    }
+    // Entries of bins that are sorted are put there; all others to one place that nobody reads.
+    uint32_t at[kBins], step[kBins], sorted = 0;
+    for (int b = 0; b < kBins; b++) {
+        // A little wider and larger than they are: in fp32 and fp64 they are rounded.
+        const double from = b == 0 ? low : double(first) + (b - 1 - kWider) * double(width);
+        const double to = b == kBins - 1 ? high : double(first) + (b + kWider) * double(width);
+        const uint32_t many = before[b + 1].count - before[b].count;
+        const double most = most_inside(before[b], before[b + 1], std::max(from, double(low)),
+                                        std::min(to, double(high)), best.total, double(n));
+        step[b] = many > 1 && !(most * kLarger < best.most);
+        at[b] = step[b] ? sorted : uint32_t(n);
+        if (step[b]) sorted += many;
+    }
+    t.keys.resize(n + 1);
+    for (size_t i = 0; i < n; i++) {
+        uint32_t& place = at[t.bins[i]];
+        t.keys[place] = ordered(u[i]);
+        place += step[t.bins[i]];
+    }
+    for (int b = 0; b < kBins; b++) {
+        if (!step[b]) continue;
+        const auto end = t.keys.begin() + ptrdiff_t(at[b]);
+        Bin sum = before[b];
+        auto key = end - ptrdiff_t(before[b + 1].count - before[b].count);
+        std::sort(key, end);
+        for (; key + 1 != end; ++key) {
+            sum = {sum.sum + double(unordered(*key)), sum.count + 1};
+            best.consider(sum.count, sum.sum, n);
+        }
+    }
+    return true;
+}
+
+void bingrad_two(const LevelKernels& kernels, Bucket& t, float* out) {
+    const size_t n = t.n;
+    float low, high;
+    kernels.extremes(t.u.data(), n, low, high);
+    out[0] = out[1] = low;
+    if (low == high) return;
+    uint32_t least, most;
+    const double magnitude = double(kernels.magnitudes(t.u.data(), n, least, most)) / double(n);
+    Split best;
+    if (!sums_are_exact(least, most, n) || !split_by_bins(kernels, t, low, high, magnitude, best)) {
+        sort(t);
+        add_up(t);
+        best.total = t.sums[n];
+        for (size_t c = 1; c < n; c++) best.consider(c, t.sums[c], n);
+    }
+    out[0] = float(best.left / double(best.count));
+    out[1] = float((best.total - best.left) / double(n - best.count));
 }
 
 float bingrad_pair(const Bucket& t) {
@@ -209,8 +321,8 @@ void search_levels(const Stream& s, float decay, Buckets b, const float* limits,
             for (float& v : t.u) v = std::fabs(v);
         const bool few = !pair && t.n <= size_t(levels);
         const bool greedy = method == Search::greedy || method == Search::polished;
-        if (!greedy || few) sort(t);
-        if (method == Search::two || pair) add_up(t);
+        if (method == Search::exact || pair || few) sort(t);
+        if (pair) add_up(t);
         if (few)
             for (int k = 0; k < levels; k++) out[k] = t.u[std::min(size_t(k), t.n - 1)];
         else if (greedy)
@@ -218,7 +330,7 @@ void search_levels(const Stream& s, float decay, Buckets b, const float* limits,
         else if (method == Search::exact)
             orq_exact(kernels, t, levels, out);
         else if (method == Search::two)
-            bingrad_two(t, out);
+            bingrad_two(kernels, t, out);
         else
             out[0] = bingrad_pair(t);
         for (int k = 0; k < width; k++) out[k] += 0.0f;  // no -0
