@@ -10,6 +10,7 @@ from gradwire.codecs.decoding import (
     decode,
     decode_onto,
     decode_payload,
+    nonzero_positions,
     open_frame,
 )
 from gradwire.codecs.encoding import CONVERTIBLE, Codec
@@ -26,5 +27,6 @@ __all__ = [
     "decode",
     "decode_onto",
     "decode_payload",
+    "nonzero_positions",
     "open_frame",
 ]

@@ -113,6 +113,14 @@ def bound(header: headers.Header, payload: np.ndarray) -> float | None:
     return minifloat.bound(header, payload) if header.codec == headers.MINIFLOAT else None
 
 
+def nonzero_positions(frame: Bytes) -> torch.Tensor:
+    """Return where the tensor of a frame is not zero (flat, ascending, int64); of sparse frames without making it."""
+    header, payload = open_frame(as_bytes(frame))
+    if header.codec == headers.SPARSE and header.elements:
+        return sparse.nonzero_positions(header, payload)
+    return decode(frame).reshape(-1).nonzero().view(-1)
+
+
 def decode_onto(header: headers.Header, payload: np.ndarray, out: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
     """Write onto + decoded to `out`, both contiguous fp32 tensors of the frame's size."""
     if header.codec != headers.MINIFLOAT or not minifloat.decode_onto(header, payload, out.view(-1), onto.view(-1)):

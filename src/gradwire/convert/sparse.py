@@ -162,6 +162,19 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     _put_in_order(out, sparse_values.open_values(header, kind, rest, count), weight)
 
 
+def nonzero_positions(header: Header, payload: np.ndarray) -> torch.Tensor:
+    """Return where the decoded tensor is not zero: at the positions that were sent, unless its dtype rounds to zero."""
+    reader = Reader(memoryview(payload))
+    count, way, kind = _read_front(reader, header.elements)
+    if not count:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    coded = coding.open_positions(reader, way, count, header.elements)
+    (places,) = coded.parts(count)
+    values = sparse_values.open_values(header, kind, payload[coded.end :], count)(slice(0, count))
+    positions = torch.from_numpy(places)
+    return positions if bool((values != 0).all()) else positions[(values != 0).expand(count)]
+
+
 def _put(out: torch.Tensor, places: torch.Tensor, values: torch.Tensor, weight: float, accumulate: bool) -> None:
     """Write values, times the weight, to these places and zeros elsewhere, or add them."""
     if weight != 1:

@@ -21,6 +21,7 @@ import torch
 from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import GradwireError, SpecError
 
+BLOCK = 1 << 16  # entries
 MOMENTS = ("momentum_buffer", "exp_avg")  # what SGD and RMSprop, and the Adams call it
 
 
@@ -59,29 +60,40 @@ class Velocity:
         """Return the velocity that was pushed in this step."""
         return self._pending.get(name)
 
-    def push(self, name: str, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
-        """Return what to send, or to step along, in place of the gradient: torch.optim.SGD's arithmetic, in fp32."""
-        gradient = gradient.float()
-        if factor.weight_decay:
-            parameter = factor.parameter.detach().float().to(gradient.device).contiguous()
-            gradient = gradient.add(parameter, alpha=factor.weight_decay)
-        if not factor.momentum:
-            return gradient
-        before, pushed = self.memory.get(name), self._pending.get(name)
-        if pushed is not None:  # for another part of it, which may have been masked since
-            velocity = pushed
-        elif before is None:
-            velocity = gradient.clone()
-        else:
-            velocity = (before.to(gradient.device) * factor.momentum).add_(gradient)
-        self._pending[name] = velocity
-        return gradient.add(velocity, alpha=factor.momentum) if factor.nesterov else velocity
+    def push(
+        self, name: str, gradient: torch.Tensor, factor: Factor, entries: slice | None = None
+    ) -> torch.Tensor:
+        """Return what to send, or to step along, in place of the gradient: torch.optim.SGD's arithmetic, in fp32.
+
+        With `entries` it is returned for these alone, flat. The first call of a step pushes the whole velocity; those
+        for other entries find it as it is by then, as it may have been masked since.
+        """
+        if factor.momentum and name not in self._pending:
+            before, velocity = self.buffers(name, gradient) or (self.memory.get(name), None)
+            if velocity is None:
+                velocity = torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
+            _push(gradient, None if before is None else before.to(gradient.device), velocity, factor)
+            self._pending[name] = velocity
+        velocity = self._pending[name] if factor.momentum else None
+        if velocity is not None and not factor.nesterov:
+            return velocity if entries is None else velocity.view(-1)[entries]
+        part = slice(None) if entries is None else entries
+        passed = _with_decay(gradient.reshape(-1)[part], _entries_of_parameter(gradient, factor), part, factor)
+        if velocity is not None:
+            passed = passed.add(velocity.view(-1)[part], alpha=factor.momentum)
+        return passed.view(gradient.shape) if entries is None else passed
 
     def mask(self, name: str, sent: torch.Tensor, lo: int = 0) -> None:
         """Let entries from index `lo` on that were sent start again from zero."""
         if name in self._pending:
             velocity = self._pending[name].view(-1)[lo : lo + sent.numel()]
             velocity.masked_fill_(sent.view(-1).to(velocity.device), 0)
+
+    def clear(self, name: str, positions: torch.Tensor) -> None:
+        """Let the entries at these positions, which were sent, start again from zero."""
+        if name in self._pending:
+            velocity = self._pending[name].view(-1)
+            velocity.index_fill_(0, positions.to(velocity.device), 0)
 
     def rescale(self, factor: float) -> None:
         """Multiply all velocities: gradients are this many times larger from now on, because a loss scale changed."""
@@ -118,6 +130,34 @@ class Velocity:
     def rollback(self) -> None:
         """End a step with a gradient that was not finite: velocities stay what they were before the step."""
         self._pending.clear()
+
+
+def _push(gradient: torch.Tensor, before: torch.Tensor | None, velocity: torch.Tensor, factor: Factor) -> None:
+    """Write m·v + g to `velocity`; on the CPU block by block, so that what is computed of a block stays in a cache."""
+    flat, new, parameter = gradient.reshape(-1), velocity.view(-1), _entries_of_parameter(gradient, factor)
+    old = None if before is None else before.reshape(-1)
+    for start in range(0, flat.numel(), BLOCK if flat.is_cpu else flat.numel()):
+        part = slice(start, start + BLOCK if flat.is_cpu else flat.numel())
+        added = _with_decay(flat[part], parameter, part, factor)
+        if old is None:
+            new[part].copy_(added)
+        else:
+            torch.mul(old[part], factor.momentum, out=new[part]).add_(added)
+
+
+def _entries_of_parameter(gradient: torch.Tensor, factor: Factor) -> torch.Tensor | None:
+    """Return the parameter, flat, if weight decay adds it to the gradient."""
+    if not factor.weight_decay:
+        return None
+    return factor.parameter.detach().float().to(gradient.device).reshape(-1)
+
+
+def _with_decay(
+    gradient: torch.Tensor, parameter: torch.Tensor | None, part: slice, factor: Factor
+) -> torch.Tensor:
+    """Return a part of a gradient, in fp32, with SGD's weight decay."""
+    gradient = gradient.float()
+    return gradient if parameter is None else gradient.add(parameter[part], alpha=factor.weight_decay)
 
 
 def _alike(velocity: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -47,10 +47,15 @@ class WorkerMemories:
         """Return how the momentum of a parameter is accumulated here, if it is."""
         return self._factors.get(name)
 
-    def accelerated(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the velocity that the gradient adds to, or the gradient itself where momentum is the optimizer's."""
+    def accelerated(self, name: str, gradient: torch.Tensor, entries: slice | None = None) -> torch.Tensor:
+        """Return the velocity that the gradient adds to, or the gradient itself where momentum is the optimizer's.
+
+        With `entries` it is returned for these alone, flat.
+        """
         factor = self._factors.get(name)
-        return gradient if factor is None else self.velocity.push(name, gradient, factor)
+        if factor is not None:
+            return self.velocity.push(name, gradient, factor, entries)
+        return gradient if entries is None else gradient.reshape(-1)[entries]
 
     def note_sent(self, name: str, sent: torch.Tensor, lo: int) -> None:
         """Take note of which entries from `lo` on were sent: their momentum must not push a second time."""
@@ -58,6 +63,13 @@ class WorkerMemories:
             self.velocity.mask(name, sent, lo)
         else:
             self._sent[name] = sent
+
+    def note_sent_at(self, name: str, positions: torch.Tensor, lo: int, size: int) -> None:
+        """Do what `note_sent` does, for the entries at these positions among `size` of them from `lo` on."""
+        if name in self._factors:
+            self.velocity.clear(name, positions + lo)
+        else:
+            self._sent[name] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, positions, True)
 
     def take_sent(self) -> dict[str, torch.Tensor]:
         """Return which entries were sent in this step, of tensors whose momentum the optimizer keeps."""

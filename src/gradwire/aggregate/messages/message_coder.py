@@ -246,10 +246,16 @@ class MessageCoder:
         length = encode_frame(plan, gradients, memory, self._seed(plan), out)
         self.probe.measure(plan, gradients, memory, out[:length])
         if plan.recipe.mask:
-            sent = codecs.decode(out[:length]).reshape(-1) != 0
-            for part, sent_of_part in zip(plan.parts, sent.split(plan.sizes), strict=True):
-                self.memories.note_sent(part.name, sent_of_part, part.lo)
+            self._note_sent_in_frame(plan, out[:length])
         return length
+
+    def _note_sent_in_frame(self, plan: FramePlan, frame: torch.Tensor) -> None:
+        positions = codecs.nonzero_positions(frame)
+        ends = np.cumsum(plan.sizes)
+        borders = np.searchsorted(positions.numpy(), ends)
+        for part, end, upto, many in zip(plan.parts, ends, borders, np.diff(borders, prepend=0), strict=True):
+            start = int(end) - part.size
+            self.memories.note_sent_at(part.name, positions[upto - many : upto] - start, part.lo, part.size)
 
     def _seed(self, plan: FramePlan, purpose: str = "") -> int:
         return frame_seed(self.ledger.steps, f"{purpose}{self.rank}", plan.key)
@@ -257,8 +263,10 @@ class MessageCoder:
     def corrected(self, part: TensorPart) -> torch.Tensor:
         """Return the part's entries, clipped, or the velocity that they add to, as its recipe asks."""
         tensor = clipped(part, self.recipes, self.memories.scale, self.world)
-        masks = self.recipes.of_part(part).mask
-        return part.of(self.memories.accelerated(part.name, tensor) if masks else tensor)
+        if not self.recipes.of_part(part).mask:
+            return part.of(tensor)
+        entries = None if part.whole else slice(part.lo, part.hi)
+        return self.memories.accelerated(part.name, tensor, entries).view(part.shape)
 
     # ── decoding ──
 
