@@ -247,6 +247,7 @@ NB_MODULE(_native, m) {
     bind_levels(m);
     bind_rows(m);
     bind_structure(m);
+    bind_streams(m);
     bind_sketch(m);
     bind_sparse(m);
 }

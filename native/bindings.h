@@ -100,6 +100,7 @@ void bind_homomorphic(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_sketch(nb::module_& m);
 void bind_sparse(nb::module_& m);
+void bind_streams(nb::module_& m);
 void bind_structure(nb::module_& m);
 
 }  // namespace gradwire

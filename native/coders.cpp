@@ -17,7 +17,8 @@ RansTable::RansTable(const int64_t* frequencies, int symbols_, int precision_)
             float r = 1.0f / float(frequency[s]);
             reciprocal[s] = double(r) * frequency[s] < 1.0 ? std::nextafterf(r, 2.0f) : r;
         }
-        for (uint32_t i = 0; i < frequency[s]; i++) symbol_of_slot[slot++] = uint8_t(s);
+        std::memset(symbol_of_slot + slot, s, frequency[s]);
+        slot += frequency[s];
     }
 }
 

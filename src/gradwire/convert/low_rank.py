@@ -20,7 +20,7 @@ import torch
 
 from gradwire import compress, kernels
 from gradwire.convert.minifloat import round_step
-from gradwire.convert.scale_classes import read_symbols
+from gradwire.convert.scale_classes import read_symbols, write_symbols
 from gradwire.convert.tensor_view import BLOCKS, TensorView
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, bfloat16, varint
@@ -66,10 +66,7 @@ class LowRankFactors:
             numbers = torch.cat([self.rows[:, t], self.columns[t]]).numpy().astype(np.int64)
             most = max(1, int(np.abs(numbers).max()))
             symbols = (numbers + most).astype(np.uint8)
-            counts = np.bincount(symbols, minlength=2 * most + 1)
-            alphabet = compress.Alphabet(2 * most + 1, most)
-            coding = compress.choose(compress.SymbolStatistics(alphabet, counts, len(symbols)), compress.RANS)
-            coded = compress.encode(symbols, alphabet, coding)
+            coded = write_symbols(symbols, compress.Alphabet(2 * most + 1, most))
             parts += [bfloat16(scale), bytes([most]), varint(len(coded)), coded]
         return b"".join(parts)
 

@@ -114,12 +114,18 @@ def _write_scales(scales: np.ndarray) -> bytes:
     top = int(scales.max())
     if not top:
         return bytes([0])
-    alphabet = compress.Alphabet(top + 1, (top + 1) // 2)
-    symbols = scales.astype(np.uint8)
-    counts = np.bincount(symbols, minlength=top + 1)
-    coding = compress.choose(compress.SymbolStatistics(alphabet, counts, len(symbols)), compress.RANS)
-    coded = compress.encode(symbols, alphabet, coding)
+    coded = write_symbols(scales.astype(np.uint8), compress.Alphabet(top + 1, (top + 1) // 2))
     return bytes([top]) + varint(len(coded)) + coded
+
+
+def write_symbols(symbols: np.ndarray, alphabet: compress.Alphabet) -> bytes:
+    """Return symbols with the cheapest coding by their histogram."""
+    coded = kernels.code_symbols(symbols, alphabet.symbols, alphabet.zero_symbol)
+    if coded is not None:
+        return coded
+    counts = np.bincount(symbols, minlength=alphabet.symbols)
+    coding = compress.choose(compress.SymbolStatistics(alphabet, counts, len(symbols)), compress.RANS)
+    return compress.encode(symbols, alphabet, coding)
 
 
 def read_classes(reader: Reader, view: TensorView) -> ScaleClasses:
@@ -148,6 +154,9 @@ def read_symbols(reader: Reader, alphabet: compress.Alphabet, count: int, out: n
     """Read a length and so many bytes, which are the coded symbols."""
     length = reader.varint(len(reader.data))
     field = Reader(reader.take(length))
+    symbols = np.empty(count, dtype=np.uint8) if out is None else out
+    if kernels.read_symbols(field.data, alphabet.symbols, alphabet.zero_symbol, symbols):
+        return symbols
     coding = compress.read_head(field, alphabet)
     if out is None:
         return compress.decode(field, alphabet, count, coding)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -194,21 +195,48 @@ def _fit_grid(x: torch.Tensor, nmse: float) -> MeasuredGrid:
 
 def _cheapest(candidates: list[ScaleClasses], symbols: torch.Tensor, largest: int) -> tuple[ScaleClasses, bytes]:
     """Return the classes with which the symbols take the fewest bytes, and these bytes."""
-    found: list[tuple[float, ScaleClasses, list[_Stream]]] = []
+    found: list[tuple[float, ScaleClasses, _Streams]] = []
     for classes in candidates:
         if found and classes.classes == found[0][1].classes:
             continue
-        streams = _streams(classes, symbols, largest)
-        found.append((sum(s.bits for s in streams) + 8 * len(classes.fields), classes, streams))
+        streams = _Streams(classes, symbols, largest)
+        found.append((streams.bits() + 8 * len(classes.fields), classes, streams))
     _, classes, streams = min(found, key=lambda each: each[0])
-    return classes, b"".join(stream.coded() for stream in streams)
+    return classes, streams.coded()
+
+
+class _Streams:
+    """The symbols of all classes on their way into a frame, one class after the other."""
+
+    def __init__(self, classes: ScaleClasses, symbols: torch.Tensor, largest: int):
+        counts = classes.counts(symbols.numel())
+        self._largest = largest
+        if classes.classes == 1:
+            self._symbols = in_host_memory(symbols)
+        else:
+            self._symbols = kernels.split_classes(symbols, classes.scales, classes.base, counts)
+        self._parts = np.split(self._symbols, np.cumsum(counts)[:-1])
+        self._counts = np.stack([kernels.histogram(torch.from_numpy(p), 2 * largest + 1) for p in self._parts])
+
+    def bits(self) -> float:
+        """Return about how many bits they take."""
+        bits = kernels.class_bits(self._counts)
+        return sum(stream.bits for stream in self._each) if bits is None else bits
+
+    def coded(self) -> bytes:
+        """Return the bytes of all classes."""
+        coded = kernels.code_classes(self._symbols.copy(), self._counts)
+        return b"".join(stream.coded() for stream in self._each) if coded is None else coded
+
+    @cached_property
+    def _each(self) -> list[_Stream]:
+        return [_Stream(*each, self._largest) for each in zip(self._parts, self._counts, strict=True)]
 
 
 class _Stream:
     """The symbols of one class on their way into a frame."""
 
-    def __init__(self, symbols: np.ndarray, largest: int):
-        counts = kernels.histogram(torch.from_numpy(symbols), 2 * largest + 1)
+    def __init__(self, symbols: np.ndarray, counts: np.ndarray, largest: int):
         used = np.flatnonzero(counts)
         self._symbols, self._shift = symbols, 0
         self._largest = int(max(abs(used[0] - largest), abs(used[-1] - largest))) if len(used) else 0
@@ -234,14 +262,6 @@ class _Stream:
         else:
             data = compress.encode(symbols, self._alphabet, coding)
         return bytes([self._largest]) + varint(len(data)) + data
-
-
-def _streams(classes: ScaleClasses, symbols: torch.Tensor, largest: int) -> list[_Stream]:
-    if classes.classes == 1:
-        return [_Stream(in_host_memory(symbols), largest)]
-    counts = classes.counts(symbols.numel())
-    parts = kernels.split_classes(symbols, classes.scales, classes.base, counts)
-    return [_Stream(part, largest) for part in np.split(parts, np.cumsum(counts)[:-1])]
 
 
 def outlier_capacity(count: int) -> int:
@@ -324,6 +344,10 @@ class _ReadStreams:
 def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: int) -> _ReadStreams:
     counts, symbols, start = classes.counts(count), np.empty(count, dtype=np.uint8), 0
     zeros = np.zeros(len(counts), dtype=np.uint8)
+    used = kernels.read_classes(reader.data[reader.position :], counts, largest, symbols, zeros)
+    if used is not None:
+        reader.take(used)
+        return _ReadStreams(classes, symbols, counts, zeros)
     for t, number in enumerate(counts.tolist()):
         if not number:
             continue

@@ -11,11 +11,12 @@ file for a family of kernels, of the same name:
     sketch        count-sketches
     homomorphic   words on a grid, index, sketch, peeling
     structure     transforms of kernels, predictions of low rank, classes of entries (structured)
+    streams       many streams of symbols coded at once (structured)
     rows          rows of a batch that make a weight gradient (gradwire.backward)
     coders        symbols to bytes: rANS, Huffman, packed bits; the checksum
     positions     positions to bytes: Golomb codes, classes of gaps
 
-Coders and positions take arrays in the host's memory; the others take tensors, which stay where they are if their
+Coders, streams and positions take arrays in the host's memory; the others take tensors, which stay where they are if their
 device has kernels of the family.
 
 A kernel for another device, such as ORQ's `search_levels` on a GPU, is one file and one line:

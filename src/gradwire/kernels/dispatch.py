@@ -26,7 +26,7 @@ __all__ = ["implementation", "instruction_sets", "runs_on", "takes", "use"]
 Kernel = Callable[..., Any]
 
 FAMILIES = ("quantize", "coders", "grid", "levels", "sparse", "positions", "sketch", "homomorphic", "rows",
-            "structure")  # fmt: skip
+            "structure", "streams")  # fmt: skip
 
 # (type of the device, family) → module. A new kernel for a device is a module, and its line here.
 IMPLEMENTATIONS = {
@@ -40,6 +40,7 @@ IMPLEMENTATIONS = {
     ("cpu", "homomorphic"): "gradwire.kernels.cpu.homomorphic",
     ("cpu", "rows"): "gradwire.kernels.cpu.rows",
     ("cpu", "structure"): "gradwire.kernels.cpu.structure",
+    ("cpu", "streams"): "gradwire.kernels.cpu.streams",
     ("cuda", "sparse"): "gradwire.kernels.cuda.sparse",
     ("cuda", "homomorphic"): "gradwire.kernels.cuda.homomorphic",
     ("cuda", "rows"): "gradwire.kernels.cuda.rows",

@@ -13,4 +13,5 @@ from gradwire.kernels.reference.quantize import *  # noqa: F403
 from gradwire.kernels.reference.rows import *  # noqa: F403
 from gradwire.kernels.reference.sketch import *  # noqa: F403
 from gradwire.kernels.reference.sparse import *  # noqa: F403
+from gradwire.kernels.reference.streams import *  # noqa: F403
 from gradwire.kernels.reference.structure import *  # noqa: F403

@@ -1,0 +1,195 @@
+// Argument checks of the kernels that code many streams of symbols.
+#include <algorithm>
+
+#include "bindings.h"
+#include "grid.h"
+#include "streams.h"
+
+namespace gradwire {
+namespace {
+
+using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int kMostClasses = 32;
+
+nb::bytes as_bytes(const std::vector<uint8_t>& data) {
+    return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+}
+
+// The classes of a grid: how often each has each of 2·largest+1 symbols, and what follows from it.
+struct GridClasses {
+    int largest;
+    std::vector<int> magnitude;  // the largest of each class
+    std::vector<size_t> count;
+    std::vector<Coding> codings;  // of classes that are not all zero
+
+    GridClasses(const Ints& counts, int classes, const Doubles& logs) {
+        require(classes >= 1 && classes <= kMostClasses && counts.size() % size_t(classes) == 0, "bad classes");
+        const size_t symbols = counts.size() / size_t(classes);
+        require(symbols % 2 == 1 && symbols <= 255, "bad number of symbols");
+        require(logs.size() == kLogs + 1, "bad table of logarithms");
+        largest = int(symbols / 2);
+        for (int t = 0; t < classes; t++) {
+            const int64_t* of_class = counts.data() + size_t(t) * symbols;
+            int most = 0;
+            size_t total = 0;
+            for (size_t s = 0; s < symbols; s++) {
+                require(of_class[s] >= 0 && of_class[s] < int64_t(1) << 48, "bad count");
+                total += size_t(of_class[s]);
+                if (of_class[s]) most = std::max(most, std::abs(int(s) - largest));
+            }
+            magnitude.push_back(most);
+            count.push_back(total);
+            codings.push_back(most ? choose_coding(of_class + largest - most, 2 * most + 1, most, logs.data())
+                                   : Coding{});
+        }
+    }
+};
+
+void put_varint(std::vector<uint8_t>& out, uint64_t value) {
+    for (; value > 127; value >>= 7) out.push_back(uint8_t(value | 128));
+    out.push_back(uint8_t(value));
+}
+
+// About the bits that all classes take.
+double class_bits(Ints counts, int classes, Doubles logs) {
+    const GridClasses c(counts, classes, logs);
+    double bits = 0;
+    for (int t = 0; t < classes; t++) {
+        bits += 8.0;
+        std::vector<uint8_t> length;
+        put_varint(length, c.count[t] / 4);
+        if (c.magnitude[t]) bits += c.codings[t].bits + 8.0 * double(length.size() + c.codings[t].head.size());
+    }
+    return bits;
+}
+
+// The classes as they stand in a frame. `streams` has their symbols one class after the other, and is changed.
+nb::bytes code_classes(BytesOut streams, Ints counts, int classes, Doubles logs, int threads) {
+    const GridClasses c(counts, classes, logs);
+    size_t total = 0;
+    for (size_t n : c.count) total += n;
+    require(total == streams.size(), "streams do not fit their counts");
+    std::vector<uint8_t> out;
+    bool good = true;
+    {
+        nb::gil_scoped_release release;
+        std::vector<Stream8> all;
+        std::vector<Coding> codings;
+        uint8_t* from = streams.data();
+        for (int t = 0; t < classes; from += c.count[t++]) {
+            if (!c.magnitude[t]) continue;
+            const uint8_t shift = uint8_t(c.largest - c.magnitude[t]);
+            uint8_t most = 0;
+            for (size_t i = 0; i < c.count[t]; i++) {
+                from[i] = uint8_t(from[i] - shift);
+                most = std::max(most, from[i]);
+            }
+            good = good && most <= 2 * c.magnitude[t];
+            all.push_back({from, c.count[t], 2 * c.magnitude[t] + 1, c.magnitude[t]});
+            codings.push_back(c.codings[t]);
+        }
+        if (good) {
+            const auto coded = code_streams(all, codings, true, threads);
+            size_t next = 0;
+            for (int t = 0; t < classes; t++) {
+                if (!c.count[t]) continue;
+                out.push_back(uint8_t(c.magnitude[t]));
+                if (!c.magnitude[t]) continue;
+                put_varint(out, coded[next].size());
+                out.insert(out.end(), coded[next].begin(), coded[next].end());
+                next++;
+            }
+        }
+    }
+    require(good, "symbol out of range");
+    return as_bytes(out);
+}
+
+nb::bytes code_symbols(Bytes symbols, int alphabet, int implied, Doubles logs, int threads) {
+    require(alphabet >= 1 && alphabet <= 255 && implied >= 0 && implied < alphabet, "bad alphabet");
+    require(symbols.size() > 0 && logs.size() == kLogs + 1, "bad symbols or logarithms");
+    std::vector<int64_t> counts(256);
+    for (size_t i = 0; i < symbols.size(); i++) counts[symbols.data()[i]]++;
+    require(std::all_of(counts.begin() + alphabet, counts.end(), [](int64_t n) { return !n; }), "symbol out of range");
+    std::vector<std::vector<uint8_t>> coded;
+    {
+        nb::gil_scoped_release release;
+        const Coding coding = choose_coding(counts.data(), alphabet, implied, logs.data());
+        coded = code_streams({{const_cast<uint8_t*>(symbols.data()), symbols.size(), alphabet, implied}}, {coding},
+                             false, threads);
+    }
+    return as_bytes(coded[0]);
+}
+
+// What became of it, and how many bytes there were: `good`, `damaged` or `unknown`.
+nb::tuple read_classes(Bytes data, Ints counts, int largest, BytesOut streams, BytesOut zeros, int threads) {
+    require(counts.size() == zeros.size() && counts.size() <= kMostClasses, "bad classes");
+    require(largest >= 1 && largest <= 127, "bad range");
+    size_t total = 0;
+    for (size_t t = 0; t < counts.size(); t++) {
+        require(counts.data()[t] >= 0 && counts.data()[t] < int64_t(1) << 48, "bad count");
+        total += size_t(counts.data()[t]);
+    }
+    require(total == streams.size(), "streams do not fit their counts");
+    Outcome outcome = Outcome::good;
+    const uint8_t *at = data.data(), *const end = at + data.size();
+    {
+        nb::gil_scoped_release release;
+        std::vector<CodedStream> coded;
+        uint8_t* to = streams.data();
+        for (size_t t = 0; t < counts.size() && outcome == Outcome::good; to += counts.data()[t++]) {
+            zeros.data()[t] = 0;
+            const size_t n = size_t(counts.data()[t]);
+            if (!n) continue;
+            const int most = at < end ? *at++ : 255;
+            if (most > largest) {
+                outcome = Outcome::damaged;
+                break;
+            }
+            zeros.data()[t] = uint8_t(largest - most);
+            if (!most) {
+                std::fill_n(to, n, uint8_t(0));
+                continue;
+            }
+            uint64_t length = 0;
+            for (int shift = 0;; shift += 7) {
+                const int byte = at < end && shift <= 49 ? *at++ : -1;
+                if (byte < 0 || (byte == 0 && shift)) {
+                    outcome = Outcome::damaged;
+                    break;
+                }
+                length |= uint64_t(byte & 127) << shift;
+                if (byte < 128) break;
+            }
+            if (outcome != Outcome::good || length > size_t(end - at)) {
+                outcome = Outcome::damaged;
+                break;
+            }
+            coded.push_back({at, size_t(length), {to, n, 2 * most + 1, most}});
+            at += length;
+        }
+        if (outcome == Outcome::good) outcome = decode_streams(coded, threads);
+    }
+    return nb::make_tuple(int(outcome), size_t(at - data.data()));
+}
+
+int read_symbols(Bytes data, int alphabet, int implied, BytesOut symbols, int threads) {
+    require(alphabet >= 1 && alphabet <= 255 && implied >= 0 && implied < alphabet, "bad alphabet");
+    require(symbols.size() > 0, "there are no symbols");
+    nb::gil_scoped_release release;
+    return int(decode_streams({{data.data(), data.size(), {symbols.data(), symbols.size(), alphabet, implied}}},
+                              threads));
+}
+
+}  // namespace
+
+void bind_streams(nb::module_& m) {
+    m.def("class_bits", class_bits);
+    m.def("code_classes", code_classes);
+    m.def("code_symbols", code_symbols);
+    m.def("read_classes", read_classes);
+    m.def("read_symbols", read_symbols);
+}
+
+}  // namespace gradwire
