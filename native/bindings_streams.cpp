@@ -79,11 +79,14 @@ nb::bytes code_classes(BytesOut streams, Ints counts, int classes, Doubles logs,
         uint8_t* from = streams.data();
         for (int t = 0; t < classes; from += c.count[t++]) {
             if (!c.magnitude[t]) continue;
+            const size_t n = c.count[t];
             const uint8_t shift = uint8_t(c.largest - c.magnitude[t]);
+            uint8_t* const of_class = from;
             uint8_t most = 0;
-            for (size_t i = 0; i < c.count[t]; i++) {
-                from[i] = uint8_t(from[i] - shift);
-                most = std::max(most, from[i]);
+            for (size_t i = 0; i < n; i++) {
+                const uint8_t symbol = uint8_t(of_class[i] - shift);
+                of_class[i] = symbol;
+                most = std::max(most, symbol);
             }
             good = good && most <= 2 * c.magnitude[t];
             all.push_back({from, c.count[t], 2 * c.magnitude[t] + 1, c.magnitude[t]});

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "bindings.h"
-#include "structure.h"
+#include "classes.h"
 
 namespace gradwire {
 namespace {
@@ -18,7 +18,7 @@ std::vector<Axis> make_axes(const Floats& matrices, const std::vector<int>& size
     kernel = 1;
     for (int n : sizes) {
         require(n >= 1 && n <= 4096 && position + size_t(n) * n <= matrices.size(), "matrices do not fit the axes");
-        Axis axis{n, std::vector<float>(size_t(n) * n)};
+        Axis axis{n, std::vector<float>(size_t(n) * n), {}};
         for (int a = 0; a < n; a++)
             for (int b = 0; b < n; b++) {
                 const float d = matrices.data()[position + size_t(a) * n + b];
@@ -30,6 +30,7 @@ std::vector<Axis> make_axes(const Floats& matrices, const std::vector<int>& size
         axes.push_back(std::move(axis));
     }
     require(position == matrices.size(), "matrices do not fit the axes");
+    if (kernel > 1) small_kernels(axes, kernel);
     return axes;
 }
 
@@ -38,39 +39,53 @@ Compensated make_source(const Floats& gradient, const std::optional<Floats>& mem
     return {gradient.data(), memory ? memory->data() : nullptr, decay};
 }
 
-void rebuild(std::optional<Bytes> symbols, Floats values, FloatsOut out, size_t width, Ints positions, Floats outliers,
-             Floats left, Signed right, int rank, Floats matrices, const std::vector<int>& sizes,
+void require_outliers(const Ints& positions, const Floats& outliers, size_t count) {
+    require(positions.size() == outliers.size(), "arrays of outliers differ in size");
+    for (size_t i = 0; i < positions.size(); i++)
+        require(positions.data()[i] >= (i ? positions.data()[i - 1] + 1 : 0) && size_t(positions.data()[i]) < count,
+                "positions must be ascending, and inside");
+}
+
+// All of a Rebuild but its symbols, the factors of rows, and what becomes of the values.
+Rebuild make_rebuild(const Floats& values, int symbols, size_t count, size_t width, const Ints& positions,
+                     const Floats& outliers, const Signed& right, int rank, const std::vector<Axis>& axes,
+                     size_t kernel) {
+    require(width >= 1 && rank >= 0, "bad width or rank");
+    require(values.size() == 256 && symbols >= 1 && symbols <= 256, "there must be 256 values");
+    require_outliers(positions, outliers, count);
+    require(right.size() == width * rank, "factors have the wrong size");
+    require(kernel == 1 || (width % kernel == 0 && count % width == 0), "rows are not made of whole kernels");
+    require(!rank || count % width == 0, "rows must be whole");
+    Rebuild r{};
+    r.values = values.data();
+    r.symbol_count = symbols;
+    r.count = count;
+    r.width = width;
+    r.positions = positions.data();
+    r.outliers = outliers.data();
+    r.number = positions.size();
+    r.right = right.data();
+    r.rank = rank;
+    r.axes = axes.data();
+    r.axis_count = int(axes.size());
+    r.kernel = int(kernel);
+    r.weight = 1;
+    return r;
+}
+
+void rebuild(std::optional<Bytes> symbols, Floats values, int symbol_count, FloatsOut out, size_t width, Ints positions,
+             Floats outliers, Floats left, Signed right, int rank, Floats matrices, const std::vector<int>& sizes,
              std::optional<Floats> gradient, std::optional<Floats> memory, float decay, int threads) {
     size_t kernel;
     const std::vector<Axis> axes = make_axes(matrices, sizes, true, kernel);
     require(!gradient || gradient->size() == out.size(), "gradient has the wrong size");
     const Compensated source = gradient ? make_source(*gradient, memory, decay) : Compensated{};
-    const size_t count = out.size();
-    require(width >= 1 && rank >= 0, "bad width or rank");
-    const size_t rows = (count + width - 1) / width;
-    require(!symbols || symbols->size() == count, "symbols has the wrong size");
-    require(!symbols || values.size() == 256, "there must be 256 values");
-    require(positions.size() == outliers.size(), "arrays of outliers differ in size");
-    for (size_t i = 0; i < positions.size(); i++)
-        require(positions.data()[i] >= (i ? positions.data()[i - 1] + 1 : 0) && size_t(positions.data()[i]) < count,
-                "positions must be ascending, and inside");
-    require(left.size() == rows * rank && right.size() == width * rank, "factors have the wrong size");
-    require(kernel == 1 || (width % kernel == 0 && count % width == 0), "rows are not made of whole kernels");
-    require(!rank || count % width == 0, "rows must be whole");
-    const Rebuild r{symbols ? symbols->data() : nullptr,
-                    values.data(),
-                    count,
-                    width,
-                    positions.data(),
-                    outliers.data(),
-                    positions.size(),
-                    left.data(),
-                    right.data(),
-                    rank,
-                    axes.data(),
-                    int(axes.size()),
-                    int(kernel),
-                    gradient ? &source : nullptr};
+    Rebuild r = make_rebuild(values, symbol_count, out.size(), width, positions, outliers, right, rank, axes, kernel);
+    require(!symbols || symbols->size() == out.size(), "symbols has the wrong size");
+    require(left.size() == (out.size() + width - 1) / width * rank, "factors have the wrong size");
+    r.symbols = symbols ? symbols->data() : nullptr;
+    r.left = left.data();
+    r.source = gradient ? &source : nullptr;
     nb::gil_scoped_release release;
     rebuild_rows(r, out.data(), threads);
 }
@@ -163,11 +178,47 @@ void merge(Bytes streams, IntsOut positions, Bytes zeros, Scales rows, Scales co
     require(good, "a class has too few symbols");
 }
 
+// Symbols in order and by class, counts and outliers; returns how many of the latter there are.
+size_t quantize(Floats x, float step, float shift, Floats values, Scales rows, Scales columns, Scales coefficients,
+                int base, size_t classes, BytesOut symbols, BytesOut streams, IntsOut counts, IntsOut positions,
+                Written<int32_t> multiples, int threads) {
+    const Classes c = make_classes(rows, columns, coefficients, base, classes);
+    require(values.size() % 2 == 1 && values.size() >= 3 && values.size() <= 255, "values do not fit a grid");
+    require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
+    const Grid g{1.0f, 1.0f / step, shift, int(values.size() / 2), values.data(), 0, false, false, step, 0.0f};
+    require(symbols.size() == x.size() && streams.size() == x.size(), "symbols has the wrong size");
+    require((x.size() + c.width() - 1) / c.width() <= c.row_count, "there are more entries than in all rows");
+    require(counts.size() == classes * values.size() && multiples.size() == positions.size(), "wrong sizes");
+    Outliers outliers{positions.data(), multiples.data(), 0, positions.size()};
+    nb::gil_scoped_release release;
+    quantize_classes(g, c, x.data(), x.size(), symbols.data(), streams.data(), counts.data(), outliers, threads);
+    return outliers.count;
+}
+
+void rebuild_from_classes(std::optional<Bytes> streams, Bytes zeros, Scales rows, Scales columns, Scales coefficients,
+                          int base, Floats values, int symbol_count, FloatsOut out, Ints positions, Floats outliers,
+                          Floats scales, Signed left, Signed right, Floats matrices, const std::vector<int>& sizes,
+                          float weight, bool add, int threads) {
+    const Classes c = make_classes(rows, columns, coefficients, base, zeros.size());
+    size_t kernel;
+    const std::vector<Axis> axes = make_axes(matrices, sizes, true, kernel);
+    const int rank = int(scales.size());
+    Rebuild r = make_rebuild(values, symbol_count, out.size(), c.width(), positions, outliers, right, rank, axes, kernel);
+    require(!streams || streams->size() == out.size(), "streams has the wrong size");
+    require((out.size() + c.width() - 1) / c.width() == c.row_count, "out has the wrong size");
+    require(left.size() == c.row_count * rank, "factors have the wrong size");
+    r.weight = weight;
+    r.add = add;
+    const MergedRebuild m{r, &c, streams ? streams->data() : nullptr, zeros.data(), left.data(), scales.data()};
+    nb::gil_scoped_release release;
+    rebuild_classes(m, out.data(), threads);
+}
+
 }  // namespace
 
 void bind_structure(nb::module_& m) {
-    m.def("structure_rebuild", rebuild, nb::arg("symbols").none(), nb::arg("values"), nb::arg("out"), nb::arg("width"),
-          nb::arg("positions"), nb::arg("outliers"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
+    m.def("structure_rebuild", rebuild, nb::arg("symbols").none(), nb::arg("values"), nb::arg("symbol_count"),
+          nb::arg("out"), nb::arg("width"), nb::arg("positions"), nb::arg("outliers"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
           nb::arg("matrices"), nb::arg("sizes"), nb::arg("gradient").none(), nb::arg("memory").none(), nb::arg("decay"),
           nb::arg("threads"));
     m.def("structure_prepare", prepare, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"),
@@ -179,6 +230,12 @@ void bind_structure(nb::module_& m) {
     m.def("gram", products);
     m.def("split_classes", split);
     m.def("merge_classes", merge);
+    m.def("quantize_classes", quantize);
+    m.def("rebuild_classes", rebuild_from_classes, nb::arg("streams").none(), nb::arg("zeros"), nb::arg("rows"),
+          nb::arg("columns"), nb::arg("coefficients"), nb::arg("base"), nb::arg("values"), nb::arg("symbol_count"),
+          nb::arg("out"), nb::arg("positions"), nb::arg("outliers"), nb::arg("scales"), nb::arg("left"),
+          nb::arg("right"), nb::arg("matrices"), nb::arg("sizes"), nb::arg("weight"), nb::arg("add"),
+          nb::arg("threads"));
 }
 
 }  // namespace gradwire

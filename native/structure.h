@@ -21,7 +21,17 @@ constexpr int kDirections = 16;  // columns of a basis; with fewer, the others a
 struct Axis {
     int size;
     std::vector<float> rows;
+    // For kernels of a few entries, where vectors of sixteen neighbours are worked on: see small_kernels().
+    struct Phase {
+        size_t from;  // the first entry that is needed for these sixteen, in a period
+        std::vector<int32_t> index;  // what each of `size` terms takes, from there on: size × 16
+        std::vector<float> factor;
+    };
+    std::vector<Phase> phases;
 };
+
+// Fills in the phases of all axes, if sixteen neighbours of such kernels need no more than 32 entries.
+void small_kernels(std::vector<Axis>& axes, size_t kernel);
 
 // u = gradient + decay·memory, limited to the finite range; the memory may be null.
 struct Compensated {
@@ -32,7 +42,8 @@ struct Compensated {
 // What makes the values of some rows. Positions of outliers count from the first of these entries.
 struct Rebuild {
     const uint8_t* symbols;  // null: the remainder is zero
-    const float* values;     // of all 256 symbols
+    const float* values;     // with room for all 256 symbols
+    int symbol_count;        // that there are
     size_t count, width;     // entries; of a row
     const int64_t* positions;
     const float* outliers;
@@ -43,6 +54,9 @@ struct Rebuild {
     const Axis* axes;
     int axis_count, kernel;  // entries of a kernel; 1: no transform
     const Compensated* source;  // null, or what values are taken from: then u − value is written
+    size_t first_row = 0;  // that `symbols` and `left` begin with
+    float weight = 1;      // without a source: weight·value is written, or added
+    bool add = false;
 };
 
 struct StructureLoops {
@@ -56,6 +70,7 @@ struct StructureLoops {
     // Of the places first … last−1 of all rows.
     void (*project_columns)(const float* x, size_t rows, size_t width, size_t first, size_t last, const float* basis,
                             float* out);
+    void (*count_symbols)(const uint8_t* symbols, size_t n, int64_t* counts);  // adds to 256 numbers
     void (*gram)(const float* a, const float* b, size_t count, double* out);
 };
 
@@ -66,20 +81,7 @@ extern const StructureLoops avx2_structure, avx512_structure;
 inline constexpr const StructureLoops& neon_structure = portable_structure;
 #endif
 
-// Scales of rows, columns and coefficients; the class of an entry is their sum less the base, limited.
-struct Classes {
-    const int16_t *rows, *columns, *coefficients;
-    size_t row_count, column_count, coefficient_count;
-    int base, number;
-
-    size_t width() const { return column_count * coefficient_count; }
-};
-
-// `positions` has where in `streams` the next symbol of each class is, and is moved on. False if a class has no more:
-// then it has been asked for entries that it does not have.
-bool split_classes(const Classes& c, const uint8_t* symbols, size_t count, uint8_t* streams, int64_t* positions);
-bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_t* positions, const uint8_t* zeros,
-                   size_t first_row, size_t count, uint8_t* symbols);
+const StructureLoops& structure_kernels();  // those in use
 
 void rebuild_rows(const Rebuild& r, float* out, int threads);
 // u of all entries, transformed, and its energies.

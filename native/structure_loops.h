@@ -6,20 +6,33 @@
 
 #include "quantize.h"
 #include "structure.h"
+#ifdef __AVX512VBMI__
+#include <immintrin.h>
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are handed over within a file alone
 
 namespace gradwire {
 namespace {  // one copy per instruction set
 
 constexpr int kTogether = 16;      // kernels that are transformed side by side
 constexpr int kMostInKernel = 4096;
-constexpr size_t kStrip = 1024;    // entries of a row that are predicted at a time
-constexpr int kRowsTogether = 4;
+constexpr int kRowsTogether = 8;
 
 // Sixteen numbers, which compilers keep in as many registers as they need.
 typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
 static_assert(kDirections == 16 && kTogether == 16, "a vector has sixteen numbers");
 
-inline Sixteen load16(const float* x) { return *reinterpret_cast<const Sixteen*>(x); }
+// a·b + c, by any rounding: for fits.
+GRADWIRE_INLINE Sixteen multiply_add(float a, Sixteen b, Sixteen c) {
+#ifdef __AVX512F__
+    return Sixteen(_mm512_fmadd_ps(_mm512_set1_ps(a), __m512(b), __m512(c)));
+#else
+    return a * b + c;
+#endif
+}
+
+GRADWIRE_INLINE Sixteen load16(const float* x) { return *reinterpret_cast<const Sixteen*>(x); }
 inline void store16(float* x, Sixteen v) { *reinterpret_cast<Sixteen*>(x) = v; }
 
 // One axis: y[k] = Σ_m rows[m][k]·x[m], for kTogether kernels in the last dimension.
@@ -53,11 +66,56 @@ inline void transform_tile(float* x, int kernels, const Axis* axes, int axis_cou
         for (int k = 0; k < kernel; k++) x[size_t(l) * kernel + k] = a[size_t(k) * kTogether + l];
 }
 
+#ifdef __AVX512VBMI__
+// Along one axis of small kernels, for whole periods: sixteen neighbours at a time, each term of them by one permutation
+// of 32 entries. Reads up to 31 floats behind what it is asked for.
+inline void along_small(const Axis& axis, size_t period, const float* x, size_t count, float* y) {
+    const size_t n = size_t(axis.size);
+    for (size_t start = 0; start < count; start += period, y += period)
+        for (size_t p = 0; p < axis.phases.size(); p++) {
+            const Axis::Phase& phase = axis.phases[p];
+            const float* from = x + start + phase.from;
+            const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
+            const auto term = [&](size_t m) {
+                const __m512i index = _mm512_loadu_si512(phase.index.data() + 16 * m);
+                return _mm512_mul_ps(_mm512_loadu_ps(phase.factor.data() + 16 * m),
+                                     _mm512_permutex2var_ps(low, index, high));
+            };
+            __m512 sum = term(0);
+            for (size_t m = 1; m < n; m++) sum = _mm512_add_ps(sum, term(m));
+            _mm512_storeu_ps(y + 16 * p, sum);
+        }
+}
+
+// In tiles that stay in the first-level cache; `a` and `b` have room for one, and for what is read behind it.
+inline void transform_small(float* x, size_t count, const Axis* axes, int axis_count, size_t tile, float* a, float* b) {
+    const size_t period = axes[0].phases.size() * 16;
+    for (size_t i = 0; i < count; i += tile) {
+        const size_t n = count - i < tile ? count - i : tile, whole = (n + period - 1) / period * period;
+        std::memcpy(a, x + i, n * sizeof(float));
+        std::memset(a + n, 0, (whole + 32 - n) * sizeof(float));
+        for (int k = 0; k < axis_count; k++) {
+            along_small(axes[k], period, a, whole, b);
+            std::memset(b + whole, 0, 32 * sizeof(float));
+            std::swap(a, b);
+        }
+        std::memcpy(x + i, a, n * sizeof(float));
+    }
+}
+#endif
+
 void transform_any(float* x, size_t count, const Axis* axes, int axis_count, int kernel) {
     static thread_local std::vector<float> room;
+    size_t tile = size_t(kernel) * kTogether;
+#ifdef __AVX512VBMI__
+    if (!axes[0].phases.empty()) {
+        tile *= 8;
+        room.resize(2 * (tile + 32));
+        return transform_small(x, count, axes, axis_count, tile, room.data(), room.data() + tile + 32);
+    }
+#endif
     room.assign(2 * size_t(kernel) * kTogether, 0.0f);  // lanes without a kernel hold zeros, not NaNs
     float *a = room.data(), *b = a + size_t(kernel) * kTogether;
-    const size_t tile = size_t(kernel) * kTogether;
     for (size_t i = 0; i < count; i += tile)
         transform_tile(x + i, int((count - i < tile ? count - i : tile) / kernel), axes, axis_count, kernel, a, b);
 }
@@ -70,29 +128,88 @@ void compensate_any(const Compensated& source, size_t start, size_t count, float
         for (size_t i = 0; i < count; i++) x[i] = compensated(g[i], e[i], source.decay);
 }
 
-void predict_any(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign) {
-    float sum[kStrip];
-    for (size_t row = 0; row * width < count; row++, left += rank)
-        for (size_t q = 0; q < width; q += kStrip) {
-            const size_t n = width - q < kStrip ? width - q : kStrip;
-            std::memset(sum, 0, n * sizeof(float));
-            for (int t = 0; t < rank; t++) {
-                const float a = left[t];
-                const int8_t* b = right + t * width + q;
-                for (size_t i = 0; i < n; i++) sum[i] = sum[i] + a * float(b[i]);
-            }
-            float* to = x + row * width + q;
-            for (size_t i = 0; i < n; i++) to[i] = to[i] + sign * sum[i];
+typedef int8_t SixteenSmall __attribute__((vector_size(16), aligned(1), may_alias));
+
+// The prediction of Rows rows from place q on, for Vectors × 16 places.
+template <int Rows, int Vectors>
+inline void predict_some(float* x, size_t width, size_t q, const float* left, const int8_t* right, int rank,
+                         float sign) {
+    Sixteen sum[Rows][Vectors] = {};
+    for (int t = 0; t < rank; t++) {
+        Sixteen b[Vectors];
+        for (int v = 0; v < Vectors; v++)
+            b[v] = __builtin_convertvector(
+                *reinterpret_cast<const SixteenSmall*>(right + size_t(t) * width + q + 16 * v), Sixteen);
+        for (int r = 0; r < Rows; r++)
+            for (int v = 0; v < Vectors; v++) sum[r][v] = sum[r][v] + left[r * rank + t] * b[v];
+    }
+    for (int r = 0; r < Rows; r++)
+        for (int v = 0; v < Vectors; v++) {
+            float* to = x + r * width + q + 16 * v;
+            store16(to, load16(to) + sign * sum[r][v]);
         }
+}
+
+template <int Rows>
+inline void predict_rows(float* x, size_t width, const float* left, const int8_t* right, int rank, float sign) {
+    size_t q = 0;
+    for (; q + 32 <= width; q += 32) predict_some<Rows, 2>(x, width, q, left, right, rank, sign);
+    for (; q < width; q++)
+        for (int r = 0; r < Rows; r++) {
+            float sum = 0;
+            for (int t = 0; t < rank; t++) sum = sum + left[r * rank + t] * float(right[size_t(t) * width + q]);
+            x[r * width + q] = x[r * width + q] + sign * sum;
+        }
+}
+
+void predict_any(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign) {
+    size_t row = 0;
+    const size_t rows = count / width;
+    for (; row + 4 <= rows; row += 4) predict_rows<4>(x + row * width, width, left + row * rank, right, rank, sign);
+    for (; row < rows; row++) predict_rows<1>(x + row * width, width, left + row * rank, right, rank, sign);
+}
+
+#ifdef __AVX512VBMI__
+// What symbols stand for, by tables in registers: of 16, 32 or 64 numbers.
+template <int Registers>
+inline size_t look_up_some(const float* values, const uint8_t* symbols, size_t n, float* out) {
+    __m512 table[Registers];
+    for (int i = 0; i < Registers; i++) table[i] = _mm512_loadu_ps(values + 16 * i);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m512i s = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(symbols + i)));
+        __m512 found;
+        if constexpr (Registers == 1) found = _mm512_permutexvar_ps(s, table[0]);
+        if constexpr (Registers >= 2) found = _mm512_permutex2var_ps(table[0], s, table[1]);
+        if constexpr (Registers == 4)
+            found = _mm512_mask_blend_ps(_mm512_test_epi32_mask(s, _mm512_set1_epi32(32)), found,
+                                         _mm512_permutex2var_ps(table[2], s, table[3]));
+        _mm512_storeu_ps(out + i, found);
+    }
+    return i;
+}
+#endif
+
+// `values` has room for all 256 symbols, of which so many occur.
+inline void look_up(const float* values, int number, const uint8_t* symbols, size_t n, float* out) {
+    size_t i = 0;
+#ifdef __AVX512VBMI__
+    if (number <= 64)
+        i = (number <= 16   ? look_up_some<1>
+             : number <= 32 ? look_up_some<2>
+                            : look_up_some<4>)(values, symbols, n, out);
+#endif
+    for (; i < n; i++) out[i] = values[symbols[i]];
 }
 
 void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     const size_t start = first * r.width, stop = last * r.width < r.count ? last * r.width : r.count, n = stop - start;
+    const bool aside = r.source || r.add;
     static thread_local std::vector<float> room;
-    if (r.source) room.resize(n);
-    float* const out = r.source ? room.data() : to;
+    if (aside && room.size() < n) room.resize(n);
+    float* const out = aside ? room.data() : to;
     if (r.symbols)
-        for (size_t i = 0; i < n; i++) out[i] = r.values[r.symbols[start + i]];
+        look_up(r.values, r.symbol_count, r.symbols + (start - r.first_row * r.width), n, out);
     else
         std::memset(out, 0, n * sizeof(float));
     // The first outlier at or after `start`.
@@ -108,38 +225,67 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
         float& entry = out[size_t(r.positions[low]) - start];
         entry = entry + r.outliers[low];
     }
-    if (r.rank) predict_any(out, n, r.width, r.left + first * r.rank, r.right, r.rank, 1.0f);
+    if (r.rank) predict_any(out, n, r.width, r.left + (first - r.first_row) * r.rank, r.right, r.rank, 1.0f);
     if (r.kernel > 1) transform_any(out, n, r.axes, r.axis_count, r.kernel);
-    for (size_t i = 0; i < n; i++) {
+    const auto settled = [&](size_t i) {
         const float x = out[i] + 0.0f;
-        out[i] = x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x == x ? x : 0.0f;
+        return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x == x ? x : 0.0f;
+    };
+    if (!r.source) {
+        if (r.add)
+            for (size_t i = 0; i < n; i++) to[i] = to[i] + settled(i) * r.weight;
+        else
+            for (size_t i = 0; i < n; i++) to[i] = settled(i) * r.weight;
+        return;
     }
-    if (!r.source) return;
     const float *g = r.source->gradient + start, *e = r.source->memory ? r.source->memory + start : nullptr;
     if (e)
-        for (size_t i = 0; i < n; i++) to[i] = compensated(g[i], e[i], r.source->decay) - out[i];
+        for (size_t i = 0; i < n; i++) to[i] = compensated(g[i], e[i], r.source->decay) - settled(i);
     else
-        for (size_t i = 0; i < n; i++) to[i] = g[i] - out[i];
+        for (size_t i = 0; i < n; i++) to[i] = g[i] - settled(i);
 }
 
-// `places` are the sums over rows.
-void energies_any(const float* x, size_t count, size_t width, double* rows, double* places) {
-    for (size_t start = 0, row = 0; start < count; start += width, row++) {
-        const size_t n = count - start < width ? count - start : width;
-        double sum[8] = {};
-        size_t i = 0;
-        for (; i + 8 <= n; i += 8)
-            for (int l = 0; l < 8; l++) {
-                const double v = x[start + i + l], square = v * v;
-                sum[l] += square;
-                places[i + l] += square;
-            }
-        for (; i < n; i++) {
-            const double v = x[start + i];
-            sum[0] += v * v;
-            places[i] += v * v;
+// `places` are the sums over rows. Rows are done four at a time, so that the sums are loaded once for them.
+typedef double Eight __attribute__((vector_size(64), aligned(8), may_alias));
+typedef float EightFloats __attribute__((vector_size(32), aligned(4), may_alias));
+
+template <int Rows>
+inline void energies_some(const float* x, size_t width, double* rows, double* places) {
+    Eight sum[Rows] = {};
+    size_t i = 0;
+    for (; i + 8 <= width; i += 8) {
+        Eight place = *reinterpret_cast<Eight*>(places + i);
+        for (int r = 0; r < Rows; r++) {
+            const Eight v = __builtin_convertvector(*reinterpret_cast<const EightFloats*>(x + r * width + i), Eight);
+            const Eight square = v * v;
+            sum[r] += square;
+            place += square;
         }
-        rows[row] = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+        *reinterpret_cast<Eight*>(places + i) = place;
+    }
+    for (int r = 0; r < Rows; r++) {
+        for (size_t q = i; q < width; q++) {
+            const double v = x[r * width + q];
+            sum[r][0] += v * v;
+            places[q] += v * v;
+        }
+        rows[r] = ((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3])) +
+                  ((sum[r][4] + sum[r][5]) + (sum[r][6] + sum[r][7]));
+    }
+}
+
+void energies_any(const float* x, size_t count, size_t width, double* rows, double* places) {
+    size_t row = 0;
+    const size_t whole = count / width;
+    for (; row + 4 <= whole; row += 4) energies_some<4>(x + row * width, width, rows + row, places);
+    for (; row < whole; row++) energies_some<1>(x + row * width, width, rows + row, places);
+    if (size_t rest = count - whole * width) {
+        rows[whole] = 0;
+        for (size_t q = 0; q < rest; q++) {
+            const double v = x[whole * width + q];
+            rows[whole] += v * v;
+            places[q] += v * v;
+        }
     }
 }
 
@@ -148,7 +294,7 @@ inline void project_some(const float* x, size_t width, const float* basis, float
     Sixteen sum[Rows] = {};
     for (size_t q = 0; q < width; q++) {
         const Sixteen b = load16(basis + q * kDirections);
-        for (int r = 0; r < Rows; r++) sum[r] += x[r * width + q] * b;
+        for (int r = 0; r < Rows; r++) sum[r] = multiply_add(x[r * width + q], b, sum[r]);
     }
     for (int r = 0; r < Rows; r++) store16(out + r * kDirections, sum[r]);
 }
@@ -164,7 +310,7 @@ template <int Rows>
 inline void project_back_some(const float* x, size_t width, size_t first, size_t last, const float* basis, float* out) {
     for (size_t q = first; q < last; q++) {
         Sixteen sum = load16(out + q * kDirections);
-        for (int r = 0; r < Rows; r++) sum += x[r * width + q] * load16(basis + r * kDirections);
+        for (int r = 0; r < Rows; r++) sum = multiply_add(x[r * width + q], load16(basis + r * kDirections), sum);
         store16(out + q * kDirections, sum);
     }
 }
@@ -177,6 +323,56 @@ void project_columns_any(const float* x, size_t rows, size_t width, size_t first
     for (; i + kRows <= rows; i += kRows)
         project_back_some<kRows>(x + i * width, width, first, last, basis + i * kDirections, out);
     for (; i < rows; i++) project_back_some<1>(x + i * width, width, first, last, basis + i * kDirections, out);
+}
+
+typedef uint8_t Bytes64 __attribute__((vector_size(64), aligned(1), may_alias));
+
+GRADWIRE_INLINE Bytes64 load64(const uint8_t* x) { return *reinterpret_cast<const Bytes64*>(x); }
+
+// Counts of a few symbols that occur alone, two at a time.
+inline void count_few(const uint8_t* symbols, size_t n, int low, int high, int64_t* counts) {
+    constexpr size_t kMost = 128 * 64;  // no byte of a sum overflows, and they stay in the first-level cache
+    for (size_t i = 0; i < n; i += kMost) {
+        const size_t end = i + (n - i < kMost ? n - i : kMost);
+        for (int s = low; s <= high; s += 2) {
+            Bytes64 sum[2] = {};
+            const Bytes64 wanted[2] = {uint8_t(s) - Bytes64{}, uint8_t(s + 1) - Bytes64{}};
+            for (size_t j = i; j < end; j += 64)
+                for (int k = 0; k < 2; k++) sum[k] -= Bytes64(load64(symbols + j) == wanted[k]);
+            for (int k = 0; k < 2; k++)
+                for (int l = 0; l < 64; l++) counts[(s + k) & 255] += sum[k][l];
+        }
+    }
+}
+
+void count_symbols_any(const uint8_t* symbols, size_t n, int64_t* counts) {
+    constexpr int kFew = 10;
+    const size_t whole = n / 64 * 64;
+    Bytes64 least = ~Bytes64{}, most = {};
+    for (size_t i = 0; i < whole; i += 64) {
+        const Bytes64 x = load64(symbols + i);
+        least = x < least ? x : least;
+        most = x > most ? x : most;
+    }
+    int low = 255, high = 0;
+    for (int l = 0; whole && l < 64; l++) {
+        low = least[l] < low ? least[l] : low;
+        high = most[l] > high ? most[l] : high;
+    }
+    size_t i = 0;
+    if (high - low < kFew) {
+        count_few(symbols, whole, low, high, counts);
+        i = whole;
+    }
+    uint32_t four[4][256] = {};
+    while (i + 4 <= n) {
+        const size_t end = n - i < size_t(1) << 31 ? n : i + (size_t(1) << 31);  // no sum overflows
+        for (; i + 4 <= end; i += 4)
+            for (int l = 0; l < 4; l++) four[l][symbols[i + l]]++;
+        for (int s = 0; s < 256; s++)
+            for (auto& each : four) counts[s] += each[s], each[s] = 0;
+    }
+    for (; i < n; i++) counts[symbols[i]]++;
 }
 
 // out[i][j] = Σ a[n][i]·b[n][j], in fp64.
@@ -192,7 +388,7 @@ void gram_any(const float* a, const float* b, size_t count, double* out) {
 
 constexpr StructureLoops structure_loops() {
     return {compensate_any, transform_any,    rebuild_any,         predict_any,
-            energies_any,   project_rows_any, project_columns_any, gram_any};
+            energies_any,   project_rows_any, project_columns_any, count_symbols_any, gram_any};
 }
 
 }  // namespace

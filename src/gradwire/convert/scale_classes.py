@@ -40,6 +40,12 @@ class ScaleClasses:
         part = rows[entries.start // width : -(-entries.stop // width)]
         return part.astype(np.int16), columns.astype(np.int16), coefficients.astype(np.int16)
 
+    @property
+    def small_scales(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The scales as kernels take them."""
+        rows, columns, coefficients = self.scales
+        return rows.astype(np.int16), columns.astype(np.int16), coefficients.astype(np.int16)
+
     def counts(self, count: int) -> np.ndarray:
         """Return how many of `count` entries are in each class."""
         if self.classes == 1:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -70,6 +69,18 @@ class _Content:
         kernels.rebuild(
             out, symbols, table(self.points, max(1, self.largest)), (positions, apart), prediction, 0, self.view.width,
             self.view.matrices, source,
+        )  # fmt: skip
+
+
+    def write_all(self, streams: _ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool) -> bool:
+        """Write weight·values of the whole tensor as `write_values` does, or add them; False if no kernel does it."""
+        classes, symbols, zeros = one_class(self.view), None, np.zeros(1, dtype=np.uint8)
+        if streams is not None:
+            classes, symbols, zeros = streams.classes, streams.symbols, streams.zeros
+        return kernels.rebuild_classes(
+            out, symbols, zeros, classes.small_scales, classes.base, table(self.points, max(1, self.largest)),
+            (torch.from_numpy(self.outliers[0]), self.points.of(torch.from_numpy(self.outliers[1]))),
+            (self.factors.rows, self.factors.columns, self.factors.scales), self.view.matrices, weight, accumulate,
         )  # fmt: skip
 
 
@@ -132,17 +143,15 @@ class Structured(Converter):
             return write(out, head, bytes([0]))
         grid = _fit_grid(x, distortion / left)
         points = Points(grid.step, grid.offsets, torch.float32)
-        symbols, listed = kernels.grid_quantize(
-            x, None, None, 0.0, grid.step, grid.shift, table(points, grid.largest), outlier_capacity(view.count)
-        )
-        outliers = (in_host_memory(listed[0]), in_host_memory(listed[1]))
         classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
-        coded = _cheapest([classes, one_class(view)], symbols, grid.largest)
+        streams = _Streams(x, grid, table(points, grid.largest), classes)
+        coded = streams.coded()
+        symbols, outliers = streams.symbols, streams.outliers
         apart = write_outliers(outliers, grid.largest)
         _remember(conversion, _Content(view, factors, points, grid.largest, outliers, conversion.dtype), symbols)
         offsets = bytes([len(grid.offsets), *(d & 255 for d in grid.offsets)])
         side = bytes([grid.largest]) + offsets + bfloat16(grid.step)
-        return write(out, head, side, coded[0].fields, varint(len(apart)), coded[1], apart)
+        return write(out, head, side, *coded[:1], varint(len(apart)), *coded[1:], apart)
 
     def _prepared(self, conversion: Conversion) -> tuple[TensorView, torch.Tensor, kernels.Energies]:
         """Return how to look at the tensor, what is to be coded of it before any prediction, and its energies."""
@@ -193,50 +202,49 @@ def _fit_grid(x: torch.Tensor, nmse: float) -> MeasuredGrid:
     )
 
 
-def _cheapest(candidates: list[ScaleClasses], symbols: torch.Tensor, largest: int) -> tuple[ScaleClasses, bytes]:
-    """Return the classes with which the symbols take the fewest bytes, and these bytes."""
-    found: list[tuple[float, ScaleClasses, _Streams]] = []
-    for classes in candidates:
-        if found and classes.classes == found[0][1].classes:
-            continue
-        streams = _Streams(classes, symbols, largest)
-        found.append((streams.bits() + 8 * len(classes.fields), classes, streams))
-    _, classes, streams = min(found, key=lambda each: each[0])
-    return classes, streams.coded()
-
-
 class _Streams:
-    """The symbols of all classes on their way into a frame, one class after the other."""
+    """A remainder on its way into a frame: its symbols in order, and class by class."""
 
-    def __init__(self, classes: ScaleClasses, symbols: torch.Tensor, largest: int):
-        counts = classes.counts(symbols.numel())
-        self._largest = largest
-        if classes.classes == 1:
-            self._symbols = in_host_memory(symbols)
-        else:
-            self._symbols = kernels.split_classes(symbols, classes.scales, classes.base, counts)
-        self._parts = np.split(self._symbols, np.cumsum(counts)[:-1])
-        self._counts = np.stack([kernels.histogram(torch.from_numpy(p), 2 * largest + 1) for p in self._parts])
+    def __init__(self, x: torch.Tensor, grid: MeasuredGrid, values: torch.Tensor, classes: ScaleClasses):
+        self._largest, self._classes = grid.largest, classes
+        self.symbols, listed, self._streams, self._counts = kernels.quantize_classes(
+            x, grid.step, grid.shift, values, outlier_capacity(len(x)), classes.small_scales, classes.base,
+            classes.classes,
+        )  # fmt: skip
+        self.outliers = in_host_memory(listed[0]), in_host_memory(listed[1])
 
-    def bits(self) -> float:
-        """Return about how many bits they take."""
-        bits = kernels.class_bits(self._counts)
-        return sum(stream.bits for stream in self._each) if bits is None else bits
+    def coded(self) -> tuple[bytes, bytes]:
+        """Return the fields and the bytes of the classes, or of one for all where that takes fewer bits."""
+        fields, counts = self._classes.fields, self._counts
+        if len(counts) > 1:
+            whole = counts.sum(0, keepdims=True)
+            if _class_bits(whole) + 8 < _class_bits(counts) + 8 * len(fields):
+                return bytes([1]), _code(in_host_memory(self.symbols).copy(), whole)
+        return fields, _code(self._streams, counts)
 
-    def coded(self) -> bytes:
-        """Return the bytes of all classes."""
-        coded = kernels.code_classes(self._symbols.copy(), self._counts)
-        return b"".join(stream.coded() for stream in self._each) if coded is None else coded
 
-    @cached_property
-    def _each(self) -> list[_Stream]:
-        return [_Stream(*each, self._largest) for each in zip(self._parts, self._counts, strict=True)]
+def _each(streams: np.ndarray, counts: np.ndarray) -> list[_Stream]:
+    parts = np.split(streams, np.cumsum(counts.sum(1))[:-1])
+    return [_Stream(part, of_class) for part, of_class in zip(parts, counts, strict=True)]
+
+
+def _class_bits(counts: np.ndarray) -> float:
+    """Return about how many bits classes with these counts of symbols take."""
+    bits = kernels.class_bits(counts)
+    return sum(stream.bits for stream in _each(np.empty(0), counts)) if bits is None else bits
+
+
+def _code(streams: np.ndarray, counts: np.ndarray) -> bytes:
+    """Return the bytes of all classes."""
+    coded = kernels.code_classes(streams, counts)
+    return b"".join(stream.coded() for stream in _each(streams, counts)) if coded is None else coded
 
 
 class _Stream:
     """The symbols of one class on their way into a frame."""
 
-    def __init__(self, symbols: np.ndarray, counts: np.ndarray, largest: int):
+    def __init__(self, symbols: np.ndarray, counts: np.ndarray):
+        largest, total = len(counts) // 2, int(counts.sum())
         used = np.flatnonzero(counts)
         self._symbols, self._shift = symbols, 0
         self._largest = int(max(abs(used[0] - largest), abs(used[-1] - largest))) if len(used) else 0
@@ -245,9 +253,9 @@ class _Stream:
         if self._largest:
             self._alphabet = compress.Alphabet(2 * self._largest + 1, self._largest)
             counts = counts[self._shift : len(counts) - self._shift]
-            statistics = compress.SymbolStatistics(self._alphabet, counts, len(symbols))
+            statistics = compress.SymbolStatistics(self._alphabet, counts, total)
             self._coding = compress.choose(statistics, compress.RANS)
-            self.bits += self._coding.expected_bits + 8 * (len(varint(len(symbols) // 4)) + len(self._coding.head))
+            self.bits += self._coding.expected_bits + 8 * (len(varint(total // 4)) + len(self._coding.head))
 
     def coded(self) -> bytes:
         """Return the bytes of the class."""
@@ -324,19 +332,21 @@ def _no_rank(reader: Reader, view: TensorView) -> LowRankFactors:
     return no_factors(view)
 
 
+@dataclass
 class _ReadStreams:
     """The symbols of all classes, one class after the other, from which rows are put together in order."""
 
-    def __init__(self, classes: ScaleClasses, symbols: np.ndarray, counts: np.ndarray, zeros: np.ndarray):
-        self._classes, self._symbols, self._zeros = classes, symbols, zeros
-        self._positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+    classes: ScaleClasses
+    symbols: np.ndarray
+    zeros: np.ndarray  # of each class: what makes its symbols those of the grid
+    positions: np.ndarray  # where the next symbol of each class is
 
     def next(self, entries: slice) -> torch.Tensor:
         """Return the symbols of these entries, which follow those of the last call."""
-        if self._classes.classes == 1:
-            return torch.from_numpy(self._symbols[entries] + np.uint8(self._zeros[0]))
+        if self.classes.classes == 1:
+            return torch.from_numpy(self.symbols[entries] + np.uint8(self.zeros[0]))
         return kernels.merge_classes(
-            self._symbols, self._positions, self._zeros, self._classes.scales_of(entries), self._classes.base, 0,
+            self.symbols, self.positions, self.zeros, self.classes.scales_of(entries), self.classes.base, 0,
             entries.stop - entries.start,
         )  # fmt: skip
 
@@ -344,10 +354,11 @@ class _ReadStreams:
 def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: int) -> _ReadStreams:
     counts, symbols, start = classes.counts(count), np.empty(count, dtype=np.uint8), 0
     zeros = np.zeros(len(counts), dtype=np.uint8)
+    streams = _ReadStreams(classes, symbols, zeros, np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64))
     used = kernels.read_classes(reader.data[reader.position :], counts, largest, symbols, zeros)
     if used is not None:
         reader.take(used)
-        return _ReadStreams(classes, symbols, counts, zeros)
+        return streams
     for t, number in enumerate(counts.tolist()):
         if not number:
             continue
@@ -355,20 +366,23 @@ def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: in
         if most > largest:
             raise FrameError("invalid class")
         zeros[t] = largest - most
-        stream = symbols[start : start + number]
+        of_class = symbols[start : start + number]
         if most:
-            read_symbols(reader, compress.Alphabet(2 * most + 1, most), number, stream)
+            read_symbols(reader, compress.Alphabet(2 * most + 1, most), number, of_class)
         else:
-            stream[:] = 0
+            of_class[:] = 0
         start += number
-    return _ReadStreams(classes, symbols, counts, zeros)
+    return streams
 
 
 def _decode_rows(
     content: _Content, streams: _ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool
 ) -> None:
     count = content.view.count
-    in_place = out.dtype == content.dtype == torch.float32 and out.is_cpu and weight == 1 and not accumulate
+    fp32 = out.dtype == content.dtype == torch.float32 and out.is_cpu
+    if fp32 and content.write_all(streams, out, weight, accumulate):
+        return
+    in_place = fp32 and weight == 1 and not accumulate
     together = min(max(count // 16, WIDEST), CACHED) if in_place else min(max(count // 64, BLOCK), WIDEST)
     for rows in _row_blocks(content.view, together):
         symbols = streams.next(rows.entries) if streams is not None else None

@@ -10,11 +10,12 @@ import torch
 from gradwire import _native
 from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, flat_fp32
-from gradwire.kernels.reference.structure import Energies, Prediction, Scales, Source, View
+from gradwire.kernels.reference.grid import Outliers
+from gradwire.kernels.reference.structure import Energies, Factors, Prediction, Scales, Source, View
 
 __all__ = [
-    "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns", "project_rows", "rebuild",
-    "split_classes",
+    "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns", "project_rows",
+    "quantize_classes", "rebuild", "rebuild_classes", "split_classes",
 ]  # fmt: skip
 
 DIRECTIONS = 16  # columns of a basis, as the native kernels want them
@@ -71,13 +72,50 @@ def rebuild(
         left = as_array(prediction[0][first : first + -(-out.numel() // width)].contiguous().view(-1))
         right = as_array(prediction[1].view(-1))
     gradient, decay = (source[:2], source[2]) if source is not None else ((None, None), 0.0)
-    table = np.zeros(256, dtype=np.float32)
-    table[: len(values)] = as_array(values)
     _native.structure_rebuild(
-        as_array(symbols), table, as_array(out), width, as_array(outliers[0]), as_array(outliers[1]), left, right, rank,
+        as_array(symbols), _table(values), len(values), as_array(out), width, as_array(outliers[0]), as_array(outliers[1]), left, right, rank,
         _flat(matrices), [len(matrix) for matrix in matrices], *map(as_array, gradient), decay,
         torch.get_num_threads(),
     )  # fmt: skip
+
+
+def _table(values: torch.Tensor) -> np.ndarray:
+    table = np.zeros(256, dtype=np.float32)
+    table[: len(values)] = as_array(values)
+    return table
+
+
+@where(flat_fp32)
+def quantize_classes(
+    x: torch.Tensor, step: float, shift: float, values: torch.Tensor, capacity: int, scales: Scales, base: int,
+    classes: int,
+) -> tuple[torch.Tensor, Outliers, np.ndarray, np.ndarray]:  # fmt: skip
+    """Quantize a few rows at a time, and share their symbols out while they are in the caches."""
+    symbols, streams = torch.empty(x.numel(), dtype=torch.uint8, device="cpu"), np.empty(x.numel(), dtype=np.uint8)
+    counts = np.empty(classes * len(values), dtype=np.int64)
+    positions = torch.empty(capacity, dtype=torch.int64, device="cpu")
+    multiples = torch.empty(capacity, dtype=torch.int32, device="cpu")
+    number = _native.quantize_classes(
+        as_array(x), step, shift, as_array(values), *scales, base, classes, as_array(symbols), streams, counts,
+        as_array(positions), as_array(multiples), torch.get_num_threads(),
+    )  # fmt: skip
+    return symbols, (positions[:number], multiples[:number]), streams, counts.reshape(classes, len(values))
+
+
+@where(flat_fp32)
+def rebuild_classes(
+    out: torch.Tensor, streams: np.ndarray | None, zeros: np.ndarray, scales: Scales, base: int, values: torch.Tensor,
+    outliers: tuple[torch.Tensor, torch.Tensor], factors: Factors, matrices: Sequence[torch.Tensor], weight: float,
+    accumulate: bool,
+) -> bool:  # fmt: skip
+    """Put a few rows together from their classes, and make their values while they are in the caches."""
+    rows, columns, terms = factors
+    _native.rebuild_classes(
+        streams, zeros, *scales, base, _table(values), len(values), as_array(out), as_array(outliers[0]),
+        as_array(outliers[1]), np.array(terms, dtype=np.float32), as_array(rows.view(-1)), as_array(columns.view(-1)),
+        _flat(matrices), [len(matrix) for matrix in matrices], weight, accumulate, torch.get_num_threads(),
+    )  # fmt: skip
+    return True
 
 
 def _padded(basis: torch.Tensor) -> np.ndarray:

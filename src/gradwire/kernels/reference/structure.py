@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gradwire.kernels.reference.grid import Outliers, grid_quantize
 from gradwire.kernels.reference.quantize import FLOAT_MAX, compensate, dequantize
 
 __all__ = [
@@ -25,13 +26,16 @@ __all__ = [
     "prepare",
     "project_columns",
     "project_rows",
+    "quantize_classes",
     "rebuild",
+    "rebuild_classes",
     "split_classes",
     "transform_kernels",
 ]  # fmt: skip
 
 View = tuple[int, int, int]
 Prediction = tuple[torch.Tensor, torch.Tensor]  # fp32, R × r, and int8, r × C·K
+Factors = tuple[torch.Tensor, torch.Tensor, tuple[float, ...]]
 Energies = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients
 Source = tuple[torch.Tensor, torch.Tensor | None, float]  # gradient, error memory and decay
 Scales = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients, int16
@@ -159,6 +163,34 @@ def rebuild(
     transform_kernels(out, matrices, True)
     out += 0.0
     out.nan_to_num_(nan=0.0, posinf=FLOAT_MAX, neginf=-FLOAT_MAX)
+
+
+def quantize_classes(
+    x: torch.Tensor, step: float, shift: float, values: torch.Tensor, capacity: int, scales: Scales, base: int,
+    classes: int,
+) -> tuple[torch.Tensor, Outliers, np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the symbols of x and its outliers, as `grid_quantize` does; the symbols class by class; and their counts.
+
+    Each class has a row of counts, one for each of the `values`.
+    """
+    symbols, outliers = grid_quantize(x, None, None, 0.0, step, shift, values, capacity)
+    entries = entry_classes(scales, base, classes, 0, len(symbols))
+    streams = split_classes(symbols, scales, base, np.bincount(entries, minlength=classes))
+    counts = np.bincount(entries.astype(np.int64) * len(values) + symbols.numpy(), minlength=classes * len(values))
+    return symbols, outliers, streams, counts.reshape(classes, len(values))
+
+
+def rebuild_classes(
+    out: torch.Tensor, streams: np.ndarray | None, zeros: np.ndarray, scales: Scales, base: int, values: torch.Tensor,
+    outliers: tuple[torch.Tensor, torch.Tensor], factors: Factors, matrices: Sequence[torch.Tensor], weight: float,
+    accumulate: bool,
+) -> bool:  # fmt: skip
+    """Write weight·value of all entries to `out`, or add it, from the symbols class by class; as `rebuild` does.
+
+    `factors` are those of rows (R × r, int8), those of columns (r × C·K, int8) and the scale of each term. True if it
+    is done: False says that this device has no such kernel, and the caller goes block by block.
+    """
+    return False
 
 
 def gram(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
