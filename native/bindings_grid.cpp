@@ -142,6 +142,29 @@ void bind_grid(nb::module_& m) {
         return nb::make_tuple(found.bits, found.outlier_bits, found.error, found.largest,
                               nb::make_tuple(found.offsets[0], found.offsets[1]));
     });
+    m.def("running_sums", [](Floats x, Written<double> first, Written<double> second) {
+        require(first.size() == x.size() + 1 && second.size() == x.size() + 1, "sums do not fit the sample");
+        nb::gil_scoped_release release;
+        running_sums(x.data(), x.size(), first.data(), second.data());
+    });
+    m.def("grid_search",
+          [](Floats x, Doubles first, Doubles second, int64_t zeros, Doubles logs, double energy,
+             double error) -> nb::object {
+        require(first.size() == x.size() + 1 && second.size() == x.size() + 1 && x.size() > 0, "sums do not fit");
+        require(logs.size() == kLogs + 1 && zeros >= 0 && zeros < int64_t(1) << 48, "bad table or number of zeros");
+        const Sample sample{x.data(), first.data(), second.data(), x.size(), zeros, logs.data(), energy};
+        float step = 0, shift = 0;
+        Measured found;
+        bool good;
+        {
+            nb::gil_scoped_release release;
+            good = grid_search(sample, error, step, shift, found);
+        }
+        if (!good) return nb::none();
+        return nb::make_tuple(double(step), double(shift),
+                              nb::make_tuple(found.bits, found.outlier_bits, found.error, found.largest,
+                                             nb::make_tuple(found.offsets[0], found.offsets[1])));
+    });
     m.def("add_at", [](FloatsOut x, Ints positions, Floats values) {
         require(positions.size() == values.size(), "positions and values differ in number");
         for (size_t i = 0; i < positions.size(); i++)

@@ -70,6 +70,21 @@ struct Measured {
 bool grid_measure(const float* x, const double* first, const double* second, size_t n, int64_t zeros,
                   const double* logs, float step, float shift, Measured& out);
 
+// The grid with the fewest bits at this squared error of the sample, of which `energy` is the sum of squares: what
+// convert/grid_search.py does, to the bit. False where it does not end in a grid.
+struct Sample {
+    const float* x;  // sorted
+    const double *first, *second;
+    size_t n;
+    int64_t zeros;
+    const double* logs;
+    double energy;
+};
+bool grid_search(const Sample& sample, double error, float& step, float& shift, Measured& out);
+
+// Running sums of x and x^2, from 0 on: n + 1 numbers each.
+void running_sums(const float* x, size_t n, double* first, double* second);
+
 // x[positions] += values; positions are below n.
 void add_at(float* x, const int64_t* positions, const float* values, size_t count);
 

@@ -128,7 +128,15 @@ void compensate_any(const Compensated& source, size_t start, size_t count, float
         for (size_t i = 0; i < count; i++) x[i] = compensated(g[i], e[i], source.decay);
 }
 
-typedef int8_t SixteenSmall __attribute__((vector_size(16), aligned(1), may_alias));
+GRADWIRE_INLINE Sixteen widen16(const int8_t* x) {
+#ifdef __AVX512F__
+    return Sixteen(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)))));
+#else
+    float wide[16];
+    for (int i = 0; i < 16; i++) wide[i] = float(x[i]);
+    return load16(wide);
+#endif
+}
 
 // The prediction of Rows rows from place q on, for Vectors × 16 places.
 template <int Rows, int Vectors>
@@ -137,9 +145,7 @@ inline void predict_some(float* x, size_t width, size_t q, const float* left, co
     Sixteen sum[Rows][Vectors] = {};
     for (int t = 0; t < rank; t++) {
         Sixteen b[Vectors];
-        for (int v = 0; v < Vectors; v++)
-            b[v] = __builtin_convertvector(
-                *reinterpret_cast<const SixteenSmall*>(right + size_t(t) * width + q + 16 * v), Sixteen);
+        for (int v = 0; v < Vectors; v++) b[v] = widen16(right + size_t(t) * width + q + 16 * v);
         for (int r = 0; r < Rows; r++)
             for (int v = 0; v < Vectors; v++) sum[r][v] = sum[r][v] + left[r * rank + t] * b[v];
     }

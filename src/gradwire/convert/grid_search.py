@@ -41,12 +41,8 @@ class Curve:
 
     def __init__(self, sample: np.ndarray, zeros: int = 0, stochastic: bool = False):
         self.x, self.zeros, self.count, self.stochastic = np.sort(sample), zeros, len(sample) + zeros, stochastic
-        wide = self.x.astype(np.float64)
-        self.first, self.second = np.zeros(len(wide) + 1), np.zeros(len(wide) + 1)
-        with np.errstate(invalid="ignore"):  # infinities of both signs: the energy will tell
-            np.cumsum(wide, out=self.first[1:])
-        np.cumsum(wide * wide, out=self.second[1:])
-        self.energy, self.top = float(self.second[-1]), float(max(-wide[0], wide[-1]))
+        self.first, self.second = kernels.running_sums(self.x)
+        self.energy, self.top = float(self.second[-1]), float(max(-self.x[0], self.x[-1]))
 
     def measure(self, step: float, shift: float) -> MeasuredGrid | None:
         """Return this grid with its rate and error on the sample; None if its outliers are too many."""
@@ -121,6 +117,12 @@ class Curve:
 
         `near` is a grid that nearly meets the target: its shift is kept, and a step is searched close to its own.
         """
+
+        if error is not None and near is None and not self.stochastic:
+            found = kernels.grid_search(self.x, self.first, self.second, self.zeros, self.energy, error)
+            if found is not None:
+                step, shift, measured = found
+                return MeasuredGrid(step, shift, *measured)
 
         def over(grid: MeasuredGrid | None) -> float:
             """Return about log₂ of the factor by which the step is too small; negative if it is too large."""

@@ -172,12 +172,12 @@ def _bits(rows: np.ndarray, columns: np.ndarray, energy: float, distortion: floa
     mean = shape.mean()
     if not mean > 0:
         return 0.0
-    variance, wanted = shape.ravel() * (energy / count / mean), distortion / count
-    low, high = 0.0, float(variance.max())
-    for _ in range(20):
-        level = (low + high) / 2
-        low, high = (level, high) if np.minimum(variance, level).mean() < wanted else (low, level)
-    excess = np.log2(np.maximum(variance / max(high, 1e-300), 1.0)) / 2
+    variance = np.sort(shape.ravel()) * (energy / count / mean)
+    # Where the k smallest variances are below the level, the others have an error of just the level.
+    below = np.concatenate([[0.0], np.cumsum(variance)[:-1]])
+    levels = (len(variance) * (distortion / count) - below) / np.arange(len(variance), 0, -1)
+    level = float(levels[np.argmax(levels <= variance)])
+    excess = np.log2(np.maximum(variance / max(level, 1e-300), 1.0)) / 2
     return count * float((excess + BEYOND * np.minimum(excess, 1.0)).mean())
 
 

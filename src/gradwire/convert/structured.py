@@ -22,6 +22,7 @@ from gradwire.convert.blocks import BLOCK, WIDEST, combine
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.ecq import Ecq, Points, read_points, table
 from gradwire.convert.grid_search import Curve, MeasuredGrid
+from gradwire.convert.kept_memory import KeptMemory
 from gradwire.convert.low_rank import MOST_TERMS, LowRankFactors, fit_factors, no_factors, read_factors
 from gradwire.convert.minifloat import write
 from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
@@ -42,6 +43,8 @@ SCALE_BITS = 2.5  # of a block: about what telling it costs
 CACHED = 1 << 20  # entries that are rebuilt at a time
 LIMITED = float(torch.finfo(torch.float32).max) ** 2 / 2  # energy: an infinity has become the largest number by then
 REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
+
+_KEPT = KeptMemory()
 
 
 @dataclass(frozen=True)
@@ -156,16 +159,16 @@ class Structured(Converter):
     def _prepared(self, conversion: Conversion) -> tuple[TensorView, torch.Tensor, kernels.Energies]:
         """Return how to look at the tensor, what is to be coded of it before any prediction, and its energies."""
         source = (conversion.gradient, conversion.memory, conversion.decay)
+        x = _KEPT.room("x", conversion.count, torch.float32)
         smooth = as_kernels(conversion.shape) if self.transform else None
         if smooth is not None:
-            x, energies = kernels.prepare(source, smooth.shape, smooth.matrices)
+            energies = kernels.prepare(x, source, smooth.shape, smooth.matrices)
             if _saved(energies[2]) > CLEARLY_SMOOTH:
                 return smooth, x, energies
         view = as_matrix(conversion.shape)
         if view is None or min(view.shape[:2]) < 2:
             view = _best_blocks(conversion)
-        x, energies = kernels.prepare(source, view.shape, [])
-        return view, x, energies
+        return view, x, kernels.prepare(x, source, view.shape, [])
 
 
 def _saved(energies: np.ndarray) -> float:
@@ -207,9 +210,10 @@ class _Streams:
 
     def __init__(self, x: torch.Tensor, grid: MeasuredGrid, values: torch.Tensor, classes: ScaleClasses):
         self._largest, self._classes = grid.largest, classes
-        self.symbols, listed, self._streams, self._counts = kernels.quantize_classes(
+        self.symbols, self._streams = (_KEPT.room(name, len(x), torch.uint8) for name in ("symbols", "streams"))
+        listed, self._counts = kernels.quantize_classes(
             x, grid.step, grid.shift, values, outlier_capacity(len(x)), classes.small_scales, classes.base,
-            classes.classes,
+            classes.classes, self.symbols, self._streams,
         )  # fmt: skip
         self.outliers = in_host_memory(listed[0]), in_host_memory(listed[1])
 
@@ -220,7 +224,7 @@ class _Streams:
             whole = counts.sum(0, keepdims=True)
             if _class_bits(whole) + 8 < _class_bits(counts) + 8 * len(fields):
                 return bytes([1]), _code(in_host_memory(self.symbols).copy(), whole)
-        return fields, _code(self._streams, counts)
+        return fields, _code(in_host_memory(self._streams), counts)
 
 
 def _each(streams: np.ndarray, counts: np.ndarray) -> list[_Stream]:
@@ -352,7 +356,7 @@ class _ReadStreams:
 
 
 def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: int) -> _ReadStreams:
-    counts, symbols, start = classes.counts(count), np.empty(count, dtype=np.uint8), 0
+    counts, symbols, start = classes.counts(count), _KEPT.room("streams", count, torch.uint8).numpy(), 0
     zeros = np.zeros(len(counts), dtype=np.uint8)
     streams = _ReadStreams(classes, symbols, zeros, np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64))
     used = kernels.read_classes(reader.data[reader.position :], counts, largest, symbols, zeros)

@@ -84,7 +84,7 @@ def _transform_gain(x: torch.Tensor) -> float | None:
     view = as_kernels(tuple(x.shape))
     if view is None:
         return None
-    _, (_, _, energies) = kernels.prepare((x.view(-1), None, 0.0), view.shape, view.matrices)
+    _, _, energies = kernels.prepare(torch.empty_like(x).view(-1), (x.view(-1), None, 0.0), view.shape, view.matrices)
     mean = float(energies.mean())
     if not 0 < mean < math.inf:
         return None

@@ -12,7 +12,10 @@ from gradwire.kernels.cpu.native_arguments import as_array, as_bytes, as_seed, f
 from gradwire.kernels.reference.coders import chunk_size
 from gradwire.kernels.reference.grid import LOGS, Measured, Outliers
 
-__all__ = ["add_at", "grid_measure", "grid_quantize", "grid_rans", "pack_outliers", "unpack_outliers"]
+__all__ = [
+    "add_at", "grid_measure", "grid_quantize", "grid_rans", "grid_search", "pack_outliers", "running_sums",
+    "unpack_outliers",
+]  # fmt: skip
 
 
 def _room(capacity: int) -> Outliers:
@@ -29,6 +32,20 @@ def grid_measure(
 ) -> Measured | None:
     """Return rate and error of a grid on a sorted sample, by binary searches in it."""
     return _native.grid_measure(x, first, second, zeros, LOGS, step, shift)
+
+
+def running_sums(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Add up both at a time."""
+    first, second = np.empty(len(x) + 1), np.empty(len(x) + 1)
+    _native.running_sums(x, first, second)
+    return first, second
+
+
+def grid_search(
+    x: np.ndarray, first: np.ndarray, second: np.ndarray, zeros: int, energy: float, error: float
+) -> tuple[float, float, Measured] | None:
+    """Search without Python between two grids."""
+    return _native.grid_search(x, first, second, zeros, LOGS, energy, error)
 
 
 @where(flat_fp32)

@@ -36,17 +36,18 @@ def axis_energies(x: torch.Tensor, shape: View) -> Energies:
     return rows, view.sum(1), view.sum(0)
 
 
-def prepare(source: Source, shape: View, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Energies]:
+@where(flat_fp32)
+def prepare(x: torch.Tensor, source: Source, shape: View, matrices: Sequence[torch.Tensor]) -> Energies:
     """Compensate, transform and measure a few rows at a time."""
     gradient, memory, decay = source
     width = shape[1] * shape[2]
-    x, rows, places = torch.empty_like(gradient), np.zeros(shape[0]), np.zeros(width)
+    rows, places = np.zeros(shape[0]), np.zeros(width)
     _native.structure_prepare(
         as_array(gradient), as_array(memory), decay, _flat(matrices), [len(m) for m in matrices], as_array(x), rows,
         places, torch.get_num_threads(),
     )  # fmt: skip
     view = places.reshape(shape[1:])
-    return x, (rows, view.sum(1), view.sum(0))
+    return rows, view.sum(1), view.sum(0)
 
 
 @where(flat_fp32)
@@ -88,18 +89,17 @@ def _table(values: torch.Tensor) -> np.ndarray:
 @where(flat_fp32)
 def quantize_classes(
     x: torch.Tensor, step: float, shift: float, values: torch.Tensor, capacity: int, scales: Scales, base: int,
-    classes: int,
-) -> tuple[torch.Tensor, Outliers, np.ndarray, np.ndarray]:  # fmt: skip
+    classes: int, symbols: torch.Tensor, streams: torch.Tensor,
+) -> tuple[Outliers, np.ndarray]:  # fmt: skip
     """Quantize a few rows at a time, and share their symbols out while they are in the caches."""
-    symbols, streams = torch.empty(x.numel(), dtype=torch.uint8, device="cpu"), np.empty(x.numel(), dtype=np.uint8)
     counts = np.empty(classes * len(values), dtype=np.int64)
     positions = torch.empty(capacity, dtype=torch.int64, device="cpu")
     multiples = torch.empty(capacity, dtype=torch.int32, device="cpu")
     number = _native.quantize_classes(
-        as_array(x), step, shift, as_array(values), *scales, base, classes, as_array(symbols), streams, counts,
+        as_array(x), step, shift, as_array(values), *scales, base, classes, as_array(symbols), as_array(streams), counts,
         as_array(positions), as_array(multiples), torch.get_num_threads(),
     )  # fmt: skip
-    return symbols, (positions[:number], multiples[:number]), streams, counts.reshape(classes, len(values))
+    return (positions[:number], multiples[:number]), counts.reshape(classes, len(values))
 
 
 @where(flat_fp32)

@@ -11,7 +11,8 @@ from gradwire.kernels.reference.quantize import compensate, dequantize, inverse
 
 __all__ = [
     "EXCESS_LIMIT", "GAP_LIMIT", "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "add_at", "grid_capacity",
-    "grid_edges", "grid_measure", "grid_quantize", "grid_rans", "outlier_bits", "pack_outliers", "unpack_outliers",
+    "grid_edges", "grid_measure", "grid_quantize", "grid_rans", "grid_search", "outlier_bits", "pack_outliers",
+    "running_sums", "unpack_outliers",
 ]  # fmt: skip
 
 GRID_LIMIT = 1 << 24  # largest multiple: fp32 holds all integers up to it
@@ -141,6 +142,26 @@ def grid_measure(
     for bits, apart, largest in sizes:
         if bits <= limit:
             return bits, apart, max(error, 0.0), largest, offsets
+    return None
+
+
+def running_sums(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the running sums of x and of x² in fp64, from 0 on, each term added to the sum before it."""
+    wide = x.astype(np.float64)
+    first, second = np.zeros(len(wide) + 1), np.zeros(len(wide) + 1)
+    with np.errstate(invalid="ignore"):  # infinities of both signs
+        np.cumsum(wide, out=first[1:])
+    np.cumsum(wide * wide, out=second[1:])
+    return first, second
+
+
+def grid_search(
+    x: np.ndarray, first: np.ndarray, second: np.ndarray, zeros: int, energy: float, error: float
+) -> tuple[float, float, Measured] | None:
+    """Return step, shift and measure of the grid with the fewest bits at this squared error of a sorted sample.
+
+    None says that this machine has no such kernel: the caller then searches by `grid_measure`, grid after grid.
+    """
     return None
 
 

@@ -67,11 +67,11 @@ def axis_energies(x: torch.Tensor, shape: View) -> Energies:
     return view.sum((1, 2)), view.sum((0, 2)), view.sum((0, 1))
 
 
-def prepare(source: Source, shape: View, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Energies]:
-    """Return u = g + decay·e, with its kernels transformed, and the energies of the result."""
-    x = compensate(*source).clone()
+def prepare(x: torch.Tensor, source: Source, shape: View, matrices: Sequence[torch.Tensor]) -> Energies:
+    """Write u = g + decay·e, with its kernels transformed, to x, and return the energies of the result."""
+    x.copy_(compensate(*source))
     transform_kernels(x, matrices, False)
-    return x, axis_energies(x, shape)
+    return axis_energies(x, shape)
 
 
 def entry_classes(scales: Scales, base: int, classes: int, first: int, count: int) -> np.ndarray:
@@ -167,17 +167,18 @@ def rebuild(
 
 def quantize_classes(
     x: torch.Tensor, step: float, shift: float, values: torch.Tensor, capacity: int, scales: Scales, base: int,
-    classes: int,
-) -> tuple[torch.Tensor, Outliers, np.ndarray, np.ndarray]:  # fmt: skip
-    """Return the symbols of x and its outliers, as `grid_quantize` does; the symbols class by class; and their counts.
+    classes: int, symbols: torch.Tensor, streams: torch.Tensor,
+) -> tuple[Outliers, np.ndarray]:  # fmt: skip
+    """Write the symbols of x, as `grid_quantize` makes them, to `symbols`, and class by class to `streams`.
 
-    Each class has a row of counts, one for each of the `values`.
+    Returns the outliers, and for each class a row of counts, one for each of the `values`.
     """
-    symbols, outliers = grid_quantize(x, None, None, 0.0, step, shift, values, capacity)
+    found, outliers = grid_quantize(x, None, None, 0.0, step, shift, values, capacity)
+    symbols.copy_(found)
     entries = entry_classes(scales, base, classes, 0, len(symbols))
-    streams = split_classes(symbols, scales, base, np.bincount(entries, minlength=classes))
+    streams.copy_(torch.from_numpy(split_classes(symbols, scales, base, np.bincount(entries, minlength=classes))))
     counts = np.bincount(entries.astype(np.int64) * len(values) + symbols.numpy(), minlength=classes * len(values))
-    return symbols, outliers, streams, counts.reshape(classes, len(values))
+    return outliers, counts.reshape(classes, len(values))
 
 
 def rebuild_classes(
