@@ -12,6 +12,22 @@ using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device:
 
 constexpr int kMostClasses = 32;
 
+// How many lanes classes have that are to be coded quickly: convert/structured.py has the same.
+struct Lanes {
+    static constexpr double kBitsPerLane = 4096, kMany = 400, kSome = 200;
+    static constexpr size_t kLong = 1 << 15, kLongEnough = 1 << 12;
+    double all;  // that the classes may have together
+    int together;
+
+    explicit Lanes(double bits)
+        : all(bits / kBitsPerLane), together(all >= kMany ? 64 : all >= kSome ? 32 : 16) {}
+    void give(SymbolStream& s, size_t total) const {
+        if (s.count < (all >= kSome ? kLongEnough : kLong)) return;
+        s.lanes = together;
+        s.lanes_in_all = all * (double(s.count) / double(total));
+    }
+};
+
 nb::bytes as_bytes(const std::vector<uint8_t>& data) {
     return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
 }
@@ -74,8 +90,11 @@ nb::bytes code_classes(BytesOut streams, Ints counts, int classes, Doubles logs,
     bool good = true;
     {
         nb::gil_scoped_release release;
-        std::vector<Stream8> all;
+        std::vector<SymbolStream> all;
         std::vector<Coding> codings;
+        double bits = 0;
+        for (const Coding& coding : c.codings) bits += coding.bits;
+        const Lanes lanes(bits);
         uint8_t* from = streams.data();
         for (int t = 0; t < classes; from += c.count[t++]) {
             if (!c.magnitude[t]) continue;
@@ -89,11 +108,12 @@ nb::bytes code_classes(BytesOut streams, Ints counts, int classes, Doubles logs,
                 most = std::max(most, symbol);
             }
             good = good && most <= 2 * c.magnitude[t];
-            all.push_back({from, c.count[t], 2 * c.magnitude[t] + 1, c.magnitude[t]});
+            all.push_back({of_class, n, 2 * c.magnitude[t] + 1, c.magnitude[t]});
+            lanes.give(all.back(), total);
             codings.push_back(c.codings[t]);
         }
         if (good) {
-            const auto coded = code_streams(all, codings, true, threads);
+            const auto coded = code_streams(all, codings, threads);
             size_t next = 0;
             for (int t = 0; t < classes; t++) {
                 if (!c.count[t]) continue;
@@ -120,7 +140,7 @@ nb::bytes code_symbols(Bytes symbols, int alphabet, int implied, Doubles logs, i
         nb::gil_scoped_release release;
         const Coding coding = choose_coding(counts.data(), alphabet, implied, logs.data());
         coded = code_streams({{const_cast<uint8_t*>(symbols.data()), symbols.size(), alphabet, implied}}, {coding},
-                             false, threads);
+                             threads);
     }
     return as_bytes(coded[0]);
 }

@@ -19,7 +19,6 @@ constexpr double kTolerance = 1.006;
 constexpr int kHistogram = 2, kChunkAlign = 64;
 constexpr double kBitsPerLane = 1 << 13, kBitsPerChunk = kBitsPerLane * kMaxLanes;  // compress/rans.py
 constexpr int kVector = 16, kMaxLaneBits = 6, kSmallestRans = 32;
-constexpr size_t kMany = 1 << 15;
 
 int bit_length(uint64_t v) { return v ? 64 - __builtin_clzll(v) : 0; }
 int gamma_bits(int64_t f) { return 2 * bit_length(uint64_t(f) + 1) - 1; }
@@ -99,11 +98,20 @@ struct Layout {
     size_t chunks;
 };
 
-Layout layout_of(size_t count, double bits, bool hasten) {
-    size_t chunks = std::min(std::max<size_t>(1, size_t(bits / kBitsPerChunk)), (count + kChunkAlign - 1) / kChunkAlign);
+// At most so many chunks that the last one has a symbol.
+size_t chunks_with_symbols(size_t count, size_t chunks) {
     while (chunk_size(count, chunks) * (chunks - 1) >= count) chunks--;
+    return chunks;
+}
+
+Layout layout_of(const SymbolStream& s, double bits) {
+    if (s.lanes) {
+        const double wanted = std::max(bits / kBitsPerLane, s.lanes_in_all) / double(s.lanes);
+        return {bit_length(uint64_t(s.lanes)) - 1, chunks_with_symbols(s.count, std::max<size_t>(1, size_t(wanted)))};
+    }
+    const size_t most = (s.count + kChunkAlign - 1) / kChunkAlign;
+    const size_t chunks = chunks_with_symbols(s.count, std::min(std::max<size_t>(1, size_t(bits / kBitsPerChunk)), most));
     int lanes = int(bits / double(chunks) / kBitsPerLane);
-    if (hasten && count >= kMany) lanes = std::max(lanes, kVector);
     if (lanes < kVector) lanes /= 2;
     return {std::min(kMaxLaneBits, bit_length(uint64_t(std::max(1, lanes))) - 1), chunks};
 }
@@ -207,8 +215,8 @@ Coding choose_coding(const int64_t* counts, int symbols, int implied, const doub
     return found;
 }
 
-std::vector<std::vector<uint8_t>> code_streams(const std::vector<Stream8>& streams, const std::vector<Coding>& codings,
-                                               bool hasten, int threads) {
+std::vector<std::vector<uint8_t>> code_streams(const std::vector<SymbolStream>& streams,
+                                               const std::vector<Coding>& codings, int threads) {
     std::vector<std::unique_ptr<RansTable>> tables(streams.size());
     std::vector<EncodeJob> jobs;
     std::vector<size_t> first_job(streams.size() + 1);
@@ -217,9 +225,9 @@ std::vector<std::vector<uint8_t>> code_streams(const std::vector<Stream8>& strea
     for (size_t i = 0; i < streams.size(); i++) {
         first_job[i] = jobs.size();
         if (codings[i].coder != Coding::rans) continue;
-        const Stream8& s = streams[i];
+        const SymbolStream& s = streams[i];
         tables[i].reset(new RansTable(codings[i].frequencies.data(), s.alphabet, codings[i].precision));
-        layouts[i] = layout_of(s.count, codings[i].bits, hasten);
+        layouts[i] = layout_of(s, codings[i].bits);
         const size_t chunk = chunk_size(s.count, layouts[i].chunks);
         for (size_t start = 0; start < s.count; start += chunk) {
             const size_t n = std::min(chunk, s.count - start);
@@ -235,7 +243,7 @@ std::vector<std::vector<uint8_t>> code_streams(const std::vector<Stream8>& strea
                [&](size_t first, size_t last) { stream_kernels().encode(jobs.data() + first, last - first); });
     std::vector<std::vector<uint8_t>> all(streams.size());
     for (size_t i = 0; i < streams.size(); i++) {
-        const Stream8& s = streams[i];
+        const SymbolStream& s = streams[i];
         std::vector<uint8_t>& out = all[i] = codings[i].head;
         if (codings[i].coder == Coding::raw) {
             const size_t head = out.size();
@@ -294,7 +302,7 @@ class Gathered {
 };
 
 // The lengths of the chunks and then the chunks.
-bool gather_chunks(const uint8_t* data, const uint8_t* end, const Stream8& to, const RansTable* table,
+bool gather_chunks(const uint8_t* data, const uint8_t* end, const SymbolStream& to, const RansTable* table,
                    Gathered& gathered) {
     if (data == end) return false;
     const int byte = *data++, lane_bits = byte & 127;
@@ -338,7 +346,7 @@ Outcome decode_streams(const std::vector<CodedStream>& streams, int threads) {
         const uint8_t *data = s.data, *end = s.data + s.length;
         if (data == end) return Outcome::damaged;
         const int byte = *data++, precision = byte >> 4;
-        const Stream8& to = s.to;
+        const SymbolStream& to = s.to;
         switch (byte & 3) {
             case Coding::raw:
             case Coding::constant:

@@ -25,22 +25,24 @@ struct Coding {
 // `logs` holds log2(i) for i up to kLogs.
 Coding choose_coding(const int64_t* counts, int symbols, int implied, const double* logs);
 
-struct Stream8 {
+struct SymbolStream {
     uint8_t* symbols;
     size_t count;
     int alphabet, implied;
+    // To code it quickly: lanes of a chunk, and of all chunks together. 0: as few as compress.rans takes.
+    int lanes = 0;
+    double lanes_in_all = 0;
 };
 
-// The coded symbols of each stream: what `compress.encode` returns. With `hasten`, long streams have lanes enough to
-// be coded quickly.
-std::vector<std::vector<uint8_t>> code_streams(const std::vector<Stream8>& streams, const std::vector<Coding>& codings,
-                                               bool hasten, int threads);
+// The coded symbols of each stream: what `compress.encode` returns.
+std::vector<std::vector<uint8_t>> code_streams(const std::vector<SymbolStream>& streams,
+                                               const std::vector<Coding>& codings, int threads);
 
 // One stream of a frame on its way out of its bytes.
 struct CodedStream {
     const uint8_t* data;
     size_t length;
-    Stream8 to;
+    SymbolStream to;
 };
 enum class Outcome { good, damaged, unknown };  // unknown: coded in a way that only Python knows
 Outcome decode_streams(const std::vector<CodedStream>& streams, int threads);

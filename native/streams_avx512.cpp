@@ -296,7 +296,7 @@ template <int N, int V, int Steps>
 
 // ── jobs side by side ──
 
-constexpr int together(int vectors) { return vectors == 1 ? 4 : vectors == 2 ? 3 : 2; }
+constexpr int together(int vectors) { return vectors == 1 ? 6 : vectors == 2 ? 4 : 2; }
 
 // Slots are Writers or ChunkReaders; `open` begins a job, `rows` does some rows of the first n slots, `close` ends one.
 template <int Most, class Slot, class Job, class Open, class Rows, class Close>
@@ -337,6 +337,8 @@ void encode_group(EncodeJob* const* jobs, size_t n) {
                 case 1: encode_rows<1, V, Steps>(slots, rows); break;
                 case 2: encode_rows<2, V, Steps>(slots, rows); break;
                 case 3: encode_rows<std::min(3, together(V)), V, Steps>(slots, rows); break;
+                case 4: encode_rows<std::min(4, together(V)), V, Steps>(slots, rows); break;
+                case 5: encode_rows<std::min(5, together(V)), V, Steps>(slots, rows); break;
                 default: encode_rows<together(V), V, Steps>(slots, rows);
             }
             return true;
@@ -357,6 +359,8 @@ bool decode_group(const DecodeJob* const* jobs, size_t n) {
                 case 1: return decode_rows<1, V, Steps>(slots, rows);
                 case 2: return decode_rows<2, V, Steps>(slots, rows);
                 case 3: return decode_rows<std::min(3, together(V)), V, Steps>(slots, rows);
+                case 4: return decode_rows<std::min(4, together(V)), V, Steps>(slots, rows);
+                case 5: return decode_rows<std::min(5, together(V)), V, Steps>(slots, rows);
                 default: return decode_rows<together(V), V, Steps>(slots, rows);
             }
         },
@@ -391,20 +395,17 @@ void encode_lanes(EncodeJob* jobs, size_t n) {
     encode_those<V, 6>(jobs, n, 6);
 }
 
+template <int V, int Steps>
+bool decode_those(const DecodeJob* jobs, size_t n, int fewest_steps) {
+    std::vector<const DecodeJob*> group;
+    for (int steps = fewest_steps; steps <= Steps; steps++)
+        for (const DecodeJob* job : of_group(jobs, n, 16 * V, steps)) group.push_back(job);
+    return group.empty() || decode_group<V, Steps>(group.data(), group.size());
+}
+
 template <int V>
 bool decode_lanes(const DecodeJob* jobs, size_t n) {
-    bool good = true;
-    const auto run = [&](auto steps) {
-        constexpr int k = decltype(steps)::value;
-        const std::vector<const DecodeJob*> group = of_group(jobs, n, 16 * V, k);
-        if (good && !group.empty()) good = decode_group<V, k>(group.data(), group.size());
-    };
-    run(std::integral_constant<int, 2>());
-    run(std::integral_constant<int, 3>());
-    run(std::integral_constant<int, 4>());
-    run(std::integral_constant<int, 5>());
-    run(std::integral_constant<int, 6>());
-    return good;
+    return decode_those<V, 4>(jobs, n, 2) && decode_those<V, 5>(jobs, n, 5) && decode_those<V, 6>(jobs, n, 6);
 }
 
 void encode(EncodeJob* jobs, size_t n) {

@@ -314,10 +314,15 @@ void project_rows_any(const float* x, size_t rows, size_t width, const float* ba
 
 template <int Rows>
 inline void project_back_some(const float* x, size_t width, size_t first, size_t last, const float* basis, float* out) {
+    Sixteen b[Rows];
+    for (int r = 0; r < Rows; r++) b[r] = load16(basis + r * kDirections);
     for (size_t q = first; q < last; q++) {
-        Sixteen sum = load16(out + q * kDirections);
-        for (int r = 0; r < Rows; r++) sum = multiply_add(x[r * width + q], load16(basis + r * kDirections), sum);
-        store16(out + q * kDirections, sum);
+        Sixteen sum = load16(out + q * kDirections), odd = {};
+        for (int r = 0; r < Rows; r += 2) {
+            sum = multiply_add(x[r * width + q], b[r], sum);
+            if (r + 1 < Rows) odd = multiply_add(x[(r + 1) * width + q], b[r + 1], odd);
+        }
+        store16(out + q * kDirections, sum + odd);
     }
 }
 

@@ -19,27 +19,32 @@ from gradwire.models.symbol_statistics import AnyAlphabet
 
 MAX_LANE_BITS = 6
 BITS_PER_LANE = 1 << 13  # of coded data: two bytes a lane are then at most 0.2%
-MANY = 1 << 15  # symbols: on any link, lanes for so many cost less time than they save
 VECTOR = 16  # from this number on, lanes are coded side by side in vector registers
 SEVERAL = 128  # in the first byte: there is more than one chunk
 SMALLEST_RANS = 32  # bits: a byte for the layout and three for the state of one lane, beside the symbols
 BITS_PER_CHUNK = BITS_PER_LANE << MAX_LANE_BITS
 
 
-def layout(count: int, expected_bits: float, hasten: bool = False) -> tuple[int, int]:
-    """Return (log2 of the number of lanes, number of chunks) for a tensor of this size.
-
-    `hasten` takes enough lanes to code many symbols of few bits quickly.
-    """
-    chunks = min(max(1, int(expected_bits / BITS_PER_CHUNK)), -(-count // kernels.CHUNK_ALIGN))
-    while kernels.chunk_size(count, chunks) * (chunks - 1) >= count:  # rounding up left the last one empty
-        chunks -= 1
+def layout(count: int, expected_bits: float) -> tuple[int, int]:
+    """Return (log2 of the number of lanes, number of chunks) for a tensor of this size."""
+    most = -(-count // kernels.CHUNK_ALIGN)
+    chunks = _with_symbols(count, min(max(1, int(expected_bits / BITS_PER_CHUNK)), most))
     lanes = int(expected_bits / chunks / BITS_PER_LANE)
-    if hasten and count >= MANY:
-        lanes = max(lanes, VECTOR)
     if lanes < VECTOR:
         lanes //= 2  # too few to be coded side by side: then rather save the bytes
     return min(MAX_LANE_BITS, max(1, lanes).bit_length() - 1), chunks
+
+
+def fast_layout(count: int, expected_bits: float, lanes: int, in_all: float) -> tuple[int, int]:
+    """Return what `layout` does, for many symbols of few bits: with chunks of so many lanes, and `in_all` in all."""
+    chunks = max(1, int(max(expected_bits / BITS_PER_LANE, in_all) / lanes))
+    return lanes.bit_length() - 1, _with_symbols(count, chunks)
+
+
+def _with_symbols(count: int, chunks: int) -> int:
+    while kernels.chunk_size(count, chunks) * (chunks - 1) >= count:  # rounding up left the last one empty
+        chunks -= 1
+    return chunks
 
 
 def head(lane_bits: int, chunk_lengths: list[int]) -> bytes:
@@ -72,10 +77,10 @@ def read_head(data: memoryview, count: int) -> tuple[int, np.ndarray, memoryview
 
 def encode(
     symbols: np.ndarray, frequencies: np.ndarray, precision: int, expected_bits: float, out: np.ndarray | None = None,
-    hasten: bool = False,
+    at: tuple[int, int] | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Return the coded symbols. If `out` is given they are written to it; it must have `room` bytes."""
-    lane_bits, chunks = layout(len(symbols), expected_bits, hasten)
+    """Return the coded symbols, in another layout if one is given. `out`, if it is given, must have `room` bytes."""
+    lane_bits, chunks = at or layout(len(symbols), expected_bits)
     size = kernels.chunk_size(len(symbols), chunks)
     if out is None:
         out = np.empty(room(len(symbols), chunks), dtype=np.uint8)

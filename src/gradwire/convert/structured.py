@@ -41,6 +41,11 @@ FEW_OUTLIERS = 1 / 4096  # part of the entries
 LOOKED_AT = 1 << 18  # entries by which blocks are chosen
 SCALE_BITS = 2.5  # of a block: about what telling it costs
 CACHED = 1 << 20  # entries that are rebuilt at a time
+# Classes of many symbols have lanes enough to be coded side by side in vector registers. A lane takes two bytes, so
+# there is one for so many bits of the frame, and as many in a chunk as that allows.
+BITS_PER_LANE = 4096
+MANY_LANES, SOME_LANES = 400, 200
+LONG, LONG_ENOUGH = 1 << 15, 1 << 12  # symbols: of a class that has such lanes, where there are few and where many
 LIMITED = float(torch.finfo(torch.float32).max) ** 2 / 2  # energy: an infinity has become the largest number by then
 REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
 
@@ -241,7 +246,11 @@ def _class_bits(counts: np.ndarray) -> float:
 def _code(streams: np.ndarray, counts: np.ndarray) -> bytes:
     """Return the bytes of all classes."""
     coded = kernels.code_classes(streams, counts)
-    return b"".join(stream.coded() for stream in _each(streams, counts)) if coded is None else coded
+    if coded is not None:
+        return coded
+    each = _each(streams, counts)
+    lanes = sum(stream.coding_bits for stream in each) / BITS_PER_LANE
+    return b"".join(stream.coded(lanes, len(streams)) for stream in each)
 
 
 class _Stream:
@@ -253,23 +262,27 @@ class _Stream:
         self._symbols, self._shift = symbols, 0
         self._largest = int(max(abs(used[0] - largest), abs(used[-1] - largest))) if len(used) else 0
         self._shift = largest - self._largest
-        self.bits = 8.0
+        self.bits, self.coding_bits = 8.0, 0.0
         if self._largest:
             self._alphabet = compress.Alphabet(2 * self._largest + 1, self._largest)
             counts = counts[self._shift : len(counts) - self._shift]
             statistics = compress.SymbolStatistics(self._alphabet, counts, total)
             self._coding = compress.choose(statistics, compress.RANS)
-            self.bits += self._coding.expected_bits + 8 * (len(varint(total // 4)) + len(self._coding.head))
+            self.coding_bits = self._coding.expected_bits
+            self.bits += self.coding_bits + 8 * (len(varint(total // 4)) + len(self._coding.head))
 
-    def coded(self) -> bytes:
-        """Return the bytes of the class."""
+    def coded(self, lanes: float, total: int) -> bytes:
+        """Return the bytes of the class; all classes, of `total` entries, may have so many lanes for speed."""
         if not len(self._symbols):
             return b""
         if not self._largest:
             return bytes([0])
         symbols, coding = self._symbols - np.uint8(self._shift), self._coding
         if coding.coder == compress.RANS:
-            coded = rans.encode(symbols, coding.table, coding.precision, coding.expected_bits, hasten=True)
+            count, together, at = len(symbols), 64 if lanes >= MANY_LANES else 32 if lanes >= SOME_LANES else 16, None
+            if count >= (LONG_ENOUGH if lanes >= SOME_LANES else LONG):
+                at = rans.fast_layout(count, coding.expected_bits, together, lanes * (count / total))
+            coded = rans.encode(symbols, coding.table, coding.precision, coding.expected_bits, at=at)
             data = coding.head + coded.tobytes()
         else:
             data = compress.encode(symbols, self._alphabet, coding)
