@@ -44,7 +44,9 @@ def train(training: Training, rank: int) -> list[str]:
     """Digests of the model after each step; the last may say instead that it is no longer finite."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    if gradwire.recipe(training.recipe).in_adam_units:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     gradwire.ddp.attach(model, training.recipe, optimizer=optimizer, aggregate=training.aggregation)
     digests = []
     for step in range(training.steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.catalogue.dense_parameters import (
+    ADAM_PARAMETERS,
     CLIP,
     ECQ_PARAMETERS,
     STRUCTURED_PARAMETERS,
@@ -53,6 +54,11 @@ _DENSE = [
         "structured", "an even grid on what a transform of kernels, a low-rank prediction and the scales of rows and "
         "columns leave: the fewest bytes of all dense recipes by far, for links below 1 Gbit/s; co3 is quicker",
         "docs/structure.md", build_structured, STRUCTURED_PARAMETERS,
+    ),
+    Entry(
+        "adam", "structured, in units of Adam's own steps and with a warm-up: for AdamW on thin links, where other "
+        "recipes cost loss; with SGD use structured",
+        "docs/adam.md", build_structured, ADAM_PARAMETERS,
     ),
     Entry(
         "gennorm", "8-bit floats under a GenNorm Huffman code: where no error feedback can be kept",

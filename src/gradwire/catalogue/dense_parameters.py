@@ -59,6 +59,11 @@ STRUCTURED_PARAMETERS = {
     "classes": Parameter("on", one_of("on", "off")),
     "decay": decay("0.9"),
 }
+ADAM_PARAMETERS = STRUCTURED_PARAMETERS | {
+    "units": corrector("on", one_of("on", "off")),
+    "start": corrector("0.001", number(1e-5, 0.99)),
+    "warmup": corrector("200", whole(0, 10**6)),
+}
 
 
 def build_structured(v: Values) -> Converter:

@@ -57,6 +57,11 @@ class Recipe:
         """Whether what workers send can be added up on its way, without being decoded."""
         return self.codec.converter.sums
 
+    @property
+    def in_adam_units(self) -> bool:
+        """Whether gradients are exchanged in units of Adam's steps."""
+        return self.values.get("units") == "on"
+
     # ── what to select ──
 
     @property
@@ -71,15 +76,19 @@ class Recipe:
 
     def at(self, step: int, part: float = 1.0) -> Codec:
         """The codec of this step for a tensor with this part of the budget: p falls geometrically from `start` to
-        its own value during warm-up."""
+        its own value during warm-up, and nmse rises."""
         warmup = float(self.values.get("warmup", 0))
         if (step >= warmup and part == 1) or self.values.get("k", "none") != "none":
             return self.codec
+        if "nmse" in self.values:
+            done = step / warmup
+            nmse = float(self.values["start"]) ** (1 - done) * float(self.values["nmse"]) ** done
+            return _codec_with(self, "nmse", float(f"{nmse:.2g}"))
         p = float(self.values["p"])
         if step < warmup:
             done = step / warmup
             p = float(self.values["start"]) ** (1 - done) * p**done
-        return _codec_with_p(self, float(f"{min(p * part, MOST) if part != 1 else p:.3g}"))
+        return _codec_with(self, "p", float(f"{min(p * part, MOST) if part != 1 else p:.3g}"))
 
     # ── communication delay ──
 
@@ -128,8 +137,8 @@ class Recipe:
 
 
 @lru_cache(maxsize=1024)
-def _codec_with_p(recipe: Recipe, p: float) -> Codec:
-    return recipe.entry.codec({**recipe.values, "p": p})
+def _codec_with(recipe: Recipe, key: str, value: float) -> Codec:
+    return recipe.entry.codec({**recipe.values, key: value})
 
 
 def budget_parts(sizes: Mapping[str, int], recipes: Mapping[str, Recipe]) -> dict[str, float]:

@@ -8,6 +8,7 @@ the same ranks, so that nothing of the training comes between its collectives, a
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -35,8 +36,10 @@ from gradwire.engine.bucket_order import BucketOrder
 from gradwire.engine.checks import check_dtypes, check_momentum, check_recipes
 from gradwire.engine.clipping_watch import ClippingWatch
 from gradwire.engine.log import Monitor
+from gradwire.engine.optimizer_watch import OptimizerWatch
 from gradwire.engine.options import HIERARCHICAL, Options
 from gradwire.engine.plain_step import PlainStep
+from gradwire.engine.shared_units import SharedUnits
 from gradwire.engine.sparse_gradients import SparseMeans
 from gradwire.engine.tuner import Tuner
 from gradwire.errors import AggregateError, CheckpointError, SpecError
@@ -82,6 +85,9 @@ class Gradients:
         self._plain_step: PlainStep | None = None
         self._takeover: Takeover | None = None
         self._clipping: ClippingWatch | None = None
+        self._optimizer_watch: OptimizerWatch | None = None
+        self._units: SharedUnits | None = None
+        self._between_steps = True
         check_recipes(self.recipes, parameters is not None)
         if options.memory != "fp32" and self.recipes.any("sums"):
             raise SpecError(f"{self._spec_text} adds up integers, and needs memory='fp32'")
@@ -93,6 +99,23 @@ class Gradients:
         self._masks = self.recipes.any("mask")
         if self._masks:
             check_momentum(options.optimizer, self._names)
+        if self.recipes.any("in_adam_units"):
+            self._units = self._shared_units(list(parameters or ()))
+
+    def _shared_units(self, named: list[tuple[str, torch.Tensor]]) -> SharedUnits | None:
+        if self.options.optimizer is None or not named:
+            warnings.warn(
+                "the recipe adam scales gradients by the second moments of the optimizer, which it does not know, so "
+                "that it does what structured does: pass optimizer= (and the model) to have more for the same bytes",
+                stacklevel=2,
+            )
+            return None
+        scaled = [(n, p) for n, p in named if p.requires_grad and self._is_in_units(n, p)]
+        return SharedUnits(self.options.optimizer, scaled)
+
+    def _is_in_units(self, name: str, parameter: torch.Tensor) -> bool:
+        recipe = self.recipes.of_tensor(name, parameter.numel())
+        return recipe.in_adam_units and not parameter.is_complex()
 
     def _know(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self._tensors = describe(named)
@@ -202,6 +225,8 @@ class Gradients:
             if self._exchange is not None:
                 self._exchange.settle()
             self.memories.rearrange(name, lambda memory: self.order.moved(name, memory, before))
+            if self._units is not None:
+                self._units.rearrange(name, lambda factor: self.order.moved(name, factor, before))
             self.recipes.rearrange(name, self.order.arranged(name, parameter.detach()).shape)
 
     def _goes_by_rows(self, name: str, parameter: torch.Tensor) -> bool:
@@ -234,8 +259,20 @@ class Gradients:
                 self.probe.begin(rivals)
         if self._goes_directly:
             self.plain_step.start(tensors, missing, self.tuner.halves)
-        else:
-            self.exchange.submit(key, tensors, missing, lasting)
+            return
+        if self._units is not None:
+            self._renew_units(self._units)
+            self._units.scale(tensors)
+        self.exchange.submit(key, tensors, missing, lasting)
+
+    def _renew_units(self, units: SharedUnits) -> None:
+        """Let units follow the optimizer before the first gradient of a step, and memories follow the units."""
+        if self._between_steps and units.due(self.steps):
+            exchange = self.exchange
+            exchange.use(exchange.aggregate)  # the last step is over, and all memories are by parameter
+            for name, factor in units.renew(self.link, self.order.arranged).items():
+                self.memories.rearrange(name, factor.mul)
+        self._between_steps = False
 
     def check_sparse(self, name: str, parameter: torch.Tensor) -> None:
         """Raise GradwireError unless sparse gradients of this parameter can be averaged."""
@@ -248,6 +285,9 @@ class Gradients:
     def finish_step(self) -> set[str]:
         """Wait until all tensors are means; return the names of those that any rank has sent."""
         touched = self.plain_step.finish() if self._goes_directly else self.exchange.finish_step()
+        if self._units is not None:
+            self._units.unscale()
+            self._between_steps = True
         self._step_done()
         return touched
 
@@ -272,6 +312,9 @@ class Gradients:
             self._exchange.abandon_step(error)
         if self._plain_step is not None:
             self._plain_step.abandon()
+        if self._units is not None:
+            self._units.abandon_step()
+            self._between_steps = True
         self.sparse.abandon()
 
     # ── steps without compression ──
@@ -327,8 +370,11 @@ class Gradients:
         """Return this rank's error memory, by parameter name."""
         if self._exchange is None:
             state = {"steps": self.steps, KEY: self.recipes.state_dict(), **self.memories.state_dict()}
+        else:
+            state = self._exchange.state_dict()
+        if self._units is None:
             return self.order.of_saved_state(state)
-        return self.order.of_saved_state(self._exchange.state_dict())
+        return self.order.of_saved_state(self._units.without_units(state)) | self._units.state_dict()
 
     @contextmanager
     def together(self, call: str) -> Iterator[dist.ProcessGroup]:
@@ -356,7 +402,10 @@ class Gradients:
         equivalent = () if self._target_error is None else auto.RECIPE_NAMES
         shapes = {name: self.order.own_shape(name, shape) for name, shape in self.recipes.shapes.items()}
         names = set(self._names.values())
+        saved_units = None if self._units is None else self._units.read_state(state)
         self.exchange.load_state_dict(state, names, equivalent, self.order.of_loaded_memory, shapes)
+        if self._units is not None:
+            self._units.load(saved_units or {})
         self._steps_before = self.steps
         self.tuner.loaded()
 
@@ -371,6 +420,9 @@ class Gradients:
             self._clipping = ClippingWatch(self.options.optimizer, self._names, masking)
             velocities = self._by_name(self._takeover.take_buffers())
             self.memories.adopt_velocities({n: self.order.arranged(n, v).contiguous() for n, v in velocities.items()})
+        selects = [recipe for recipe in self.recipes.by_pattern.values() if recipe.codec.converter.selects]
+        if selects and self._optimizer_watch is None:
+            self._optimizer_watch = OptimizerWatch(frozenset(self._names), selects[0])
 
     def close(self) -> None:
         """Give the optimizer its momentum back, which starts from zero."""
@@ -381,6 +433,9 @@ class Gradients:
                 self._clipping.end()
                 self._clipping = None
             self.memories.take_over_momentum({})
+        if self._optimizer_watch is not None:
+            self._optimizer_watch.end()
+            self._optimizer_watch = None
 
     def disconnect(self) -> None:
         """End the exchange, on all ranks. Figures and memories can still be read."""

@@ -249,6 +249,8 @@ def _check_for_shards(recipe: Recipe) -> None:
             f"{name} masks momentum where a rank sends, but with FSDP2 momentum is the owner's alone: switch it off in "
             f"the spec (mask=off)"
         )
+    if recipe.in_adam_units:
+        raise SpecError(f"{name} needs whole second moments, of which FSDP2 leaves each rank a part: use structured")
     if recipe.clip:
         raise SpecError(f"{name} clips whole gradients, of which FSDP2 sends parts: switch it off (clip_norm=0)")
     if recipe.values.get("k", "none") != "none":
