@@ -18,16 +18,17 @@ from gradwire.local_sgd.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
     from gradwire import flower as flower
+    from gradwire import torchft as torchft
 else:
 
     def __getattr__(name):
-        """Import `gradwire.flower` when it is first used, because it needs Flower, which not everybody has."""
-        if name == "flower":
-            return importlib.import_module(".flower", __name__)
+        """Import `gradwire.flower` and `gradwire.torchft` when they are used: not everybody has what they need."""
+        if name in ("flower", "torchft"):
+            return importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# `flower` is missing here on purpose: `from gradwire import *` would otherwise fail where Flower is not installed.
+# `flower` and `torchft` are missing here on purpose: `from gradwire import *` would fail where these are not installed.
 __all__ = [
     "AggregateError",
     "CheckpointError",

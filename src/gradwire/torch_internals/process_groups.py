@@ -25,6 +25,22 @@ def default_store() -> dist.Store | None:
     return store
 
 
+def backends_of(group: dist.ProcessGroup) -> str:
+    """Return the backend that a group has for each kind of device, such as "cpu:gloo,cuda:nccl".
+
+    torch.distributed answers for the groups that it has made itself. Those that others have put together, as torchft
+    does, are asked themselves: that relies on `ProcessGroup._device_types` and `_get_backend`, the same in torch 2.8 to
+    2.15. Without them it raises a GradwireError: what a group can carry would have to be guessed.
+    """
+    try:
+        return dist.get_backend_config(group)
+    except (TypeError, ValueError):  # it is not in torch's list
+        try:
+            return ",".join(f"{device.type}:{group._get_backend(device).name()}" for device in group._device_types)
+        except AttributeError as error:
+            raise gone("ProcessGroup._device_types") from error
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
     """Return how long collectives of the group on this device wait for a peer.
 

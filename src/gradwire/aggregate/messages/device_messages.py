@@ -85,15 +85,6 @@ class DeviceMessages:
             self._blocks[key] = block
         return block
 
-    def average(
-        self, plans: Sequence[FramePlan], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]
-    ) -> bool:
-        """Replace the tensors of the plans by the mean of these messages; False if the host has to.
-
-        `present` tells for each message which parts it carries.
-        """
-        return self.add_up(plans, messages, present, 1 / len(messages))
-
     def add_up(
         self, plans: Sequence[FramePlan], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
         weight: float, frame_dtype: torch.dtype | None = None, adds: bool = False,

@@ -279,14 +279,17 @@ class MessageCoder:
             self.ledger.note_finite(decode_frames(sender, frames, plans, targets, weight, accumulate))
 
     def average_on_device(
-        self, plans: Sequence[FramePlan], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]
-    ) -> bool:
-        """Replace the tensors by the mean of these frames, added up in this order; False if the host has to do that.
+        self, plans: Sequence[FramePlan], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
+        weight: float,
+    ) -> bool:  # fmt: skip
+        """Replace the tensors by the sum of these frames, each times `weight`; False if the host has to do that.
 
         `present` tells for each message which parts it carries; what none carries becomes zero.
         """
         with self.ledger.decoding():
-            return bool(messages) and self._is_on_device(plans) and self._on_device.average(plans, messages, present)
+            if not messages or not self._is_on_device(plans):
+                return False
+            return self._on_device.add_up(plans, messages, present, weight)
 
     @property
     def _corrects(self) -> bool:
@@ -301,16 +304,21 @@ class MessageCoder:
     def _is_on_device(self, plans: Sequence[FramePlan]) -> bool:
         return self.known.fact("is on a device", plans, is_on_device)
 
-    def average(self, plans: Sequence[FramePlan], arrived: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Replace the tensors by the mean of the frames that these ranks sent, added up in this order."""
+    def average(
+        self, plans: Sequence[FramePlan], arrived: Sequence[tuple[int, np.ndarray]], weight: float | None = None
+    ) -> None:
+        """Replace the tensors by the mean of the frames that these ranks sent, added up in this order.
+
+        With a `weight`, by their sum, each frame times the weight.
+        """
+        weight = 1 / max(len(arrived), 1) if weight is None else weight
         parts = sum(len(plan.parts) for plan in plans)
-        if self.average_on_device(
-            plans, [_as_tensor(frames) for _, frames in arrived], [[True] * parts] * len(arrived)
-        ):
+        messages = [_as_tensor(frames) for _, frames in arrived]
+        if self.average_on_device(plans, messages, [[True] * parts] * len(arrived), weight):
             return
         targets = [plan.target() for plan in plans]
         for i, (sender, frames) in enumerate(arrived):
-            self.decode(sender, frames, plans, targets, 1 / len(arrived), accumulate=i > 0)
+            self.decode(sender, frames, plans, targets, weight, accumulate=i > 0)
         for plan, target in zip(plans, targets, strict=True):
             if arrived:
                 plan.put(target)

@@ -17,10 +17,13 @@ from gradwire.errors import FrameError
 
 
 class PartialMessages:
-    """Codes messages of one rank with a note in front that says which tensors they carry."""
+    """Codes messages of one rank with a note in front that says which tensors they carry.
 
-    def __init__(self, coder: MessageCoder, tensors: StepTensors):
-        self.coder, self.tensors = coder, tensors
+    With `sums` they are added up rather than averaged: for those who divide themselves.
+    """
+
+    def __init__(self, coder: MessageCoder, tensors: StepTensors, sums: bool = False):
+        self.coder, self.tensors, self._sums = coder, tensors, sums
 
     def subject(self, plans: Sequence[FramePlan]) -> Subject:
         """Return what the messages of all ranks must be about, and the most bytes that one can have."""
@@ -42,12 +45,13 @@ class PartialMessages:
         return self.coder.encode(key, only_present(plans, present), present_tensors.pack(present), to)
 
     def average(self, arrived: Sequence[tuple[int, torch.Tensor]], plans: Sequence[FramePlan]) -> list[bool]:
-        """Replace the parts by the means of these ranks' messages; return which parts were in any of them."""
+        """Replace the parts by the means of these ranks' messages, or their sums; return which were in any of them."""
+        weight = 1.0 if self._sums else 1 / len(arrived)
         parts = [part for plan in plans for part in plan.parts]
         notes = [self._opened(sender, message, len(parts)) for sender, message in arrived]
         flags = [present for present, _ in notes]
         bodies = [message[start:] for (_, message), (_, start) in zip(arrived, notes, strict=True)]
-        if self.coder.average_on_device(plans, bodies, flags):
+        if self.coder.average_on_device(plans, bodies, flags, weight):
             sent = [any(of_part) for of_part in zip(*flags, strict=True)]
             self.tensors.note_sent(part.name for part, was_sent in zip(parts, sent, strict=True) if was_sent)
             return sent
@@ -57,11 +61,11 @@ class PartialMessages:
         ]
         if all(map(all, flags)):
             sent = [True] * len(parts)
-            self.coder.average(plans, [(sender, frames) for sender, _, frames in opened])
+            self.coder.average(plans, [(sender, frames) for sender, _, frames in opened], weight)
         else:
             sent = [False] * len(parts)
             for sender, present, frames in opened:
-                values = self._decoded_parts(sender, frames, only_present(plans, present), 1 / len(arrived))
+                values = self._decoded_parts(sender, frames, only_present(plans, present), weight)
                 for i in (i for i, is_present in enumerate(present) if is_present):
                     entries = parts[i].entries
                     decoded = next(values).view(entries.shape)

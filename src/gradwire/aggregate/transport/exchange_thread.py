@@ -59,7 +59,7 @@ class ExchangeThread:
     It promises that exchanges begin in the order of `submit`, and that their collectives are started in an order that
     depends on that alone, so that it is the same on all ranks. After an error nothing else is begun; `drain` raises it.
 
-    `submit`, `drain` and `close` are called by the training's thread. Exchanges run in the other thread, without
+    `submit`, `drain`, `close` and `end` are called by the training's thread. Exchanges run in the other thread, without
     gradients; the thread is started by the first one and ended by `close`, or
     before the interpreter ends, in the middle of an exchange if need be. Where torch computes with one thread and
     without a GPU, there is no other thread, and exchanges run inside `submit` and `drain`. It never runs an exchange
@@ -108,6 +108,14 @@ class ExchangeThread:
         if self._thread is not None:
             self._queue.put((None, None))
             self._thread = None
+
+    def end(self, seconds: float) -> bool:
+        """End the thread, and tell whether it has ended within so many seconds: nothing runs in it then."""
+        thread = self._thread
+        self.close()
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
 
     # ── in the thread ──
 

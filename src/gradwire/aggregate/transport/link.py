@@ -51,11 +51,12 @@ class Link:
         self.closed = False
         self._under_way = 0  # collectives that were started and not waited for
         interpreter_exit.watch(self)
-        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.world, self.rank = group.size(), group.rank()
+        backends = process_groups.backends_of(group)
         self.device = torch.device("cuda" if only_on_gpus(group) else "cpu")  # where messages have to be
-        self.takes_gpu = "cuda:nccl" in dist.get_backend_config(group)  # tensors on a GPU, maybe beside "cpu:gloo"
+        self.takes_gpu = "cuda:nccl" in backends  # tensors on a GPU, maybe beside "cpu:gloo"
         # Gloo takes a message that is shorter than the room made for it; NCCL wants both sides to name one length.
-        self.exact_lengths = self.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        self.exact_lengths = self.device.type == "cpu" and "cpu:gloo" in backends
         self.can_or = self.device.type == "cpu"  # NCCL cannot
         self.follows_stream = True  # collectives come after what is queued on the stream, and what is queued after them
         self.bytes_sent = self.bytes_received = 0
@@ -229,12 +230,10 @@ class Link:
 
     def send_and_receive(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
         """Send blocks to some ranks and receive blocks from some, which call this, too; wait until that is done."""
-        operations = [self._p2p(dist.irecv, block, rank) for rank, block in sorted(received.items())]
-        operations += [self._p2p(dist.isend, block, rank) for rank, block in sorted(sent.items())]
         self.bytes_sent += sum(len(block) for block in sent.values())
         self.bytes_received += sum(len(block) for block in received.values())
         try:
-            under_way = dist.batch_isend_irecv(operations) if operations else []
+            under_way = self._start_p2p(sent, received)
         except RuntimeError as error:
             raise self.diagnose(error) from error
         if self.device.type == "cpu":
@@ -242,6 +241,11 @@ class Link:
         else:
             for work in under_way:
                 self.wait(work)
+
+    def _start_p2p(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> list[dist.Work]:
+        operations = [self._p2p(dist.irecv, block, rank) for rank, block in sorted(received.items())]
+        operations += [self._p2p(dist.isend, block, rank) for rank, block in sorted(sent.items())]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _p2p(self, operation: Callable[..., Any], block: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(operation, block, group=self.group, group_peer=rank)
@@ -314,7 +318,7 @@ class Link:
 
 def only_on_gpus(group: dist.ProcessGroup) -> bool:
     """Tell whether the group takes no tensors on the CPU; by default torch makes groups that take both."""
-    backend = dist.get_backend_config(group)
+    backend = process_groups.backends_of(group)
     return "nccl" in backend and "cpu:" not in backend.replace("cpu:nccl", "")
 
 

@@ -1,0 +1,62 @@
+"""What torchft does not tell its process group, though memories depend on it: observed where it is called.
+
+- `Manager.should_commit` says whether a round counts: torchft asks the process group beforehand whether it has failed
+  (`errored`), and does not tell it the outcome of the vote.
+- `DiLoCo` has fragments of a model that take turns, which may be of equal shapes.
+- `LocalSGD` averages parameters, where everything else averages gradients or updates.
+
+Relies on these three being classes of torchft 0.2 whose first argument is, or is named, the manager, and on
+`Manager._pg`. Where one is gone, importing gradwire.torchft fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.manager import Manager
+
+from gradwire.torchft.process_group import ProcessGroup
+
+
+def observe() -> None:
+    """Observe torchft from now on; once in a process."""
+    Manager.should_commit = _vote_observed(Manager.should_commit)
+    LocalSGD.__init__ = _made(LocalSGD.__init__, lambda group, arguments: group.expect_parameters())
+    DiLoCo.__init__ = _made(
+        DiLoCo.__init__, lambda group, arguments: group.expect_fragments(len(arguments["model_fragments"]))
+    )
+
+
+def _vote_observed(vote: Callable[..., bool]) -> Callable[..., bool]:
+    """Return the vote, whose outcome the manager's process group is told."""
+
+    @functools.wraps(vote)
+    def should_commit(self: Manager, *arguments: Any, **named: Any) -> bool:
+        committed = False
+        try:
+            committed = vote(self, *arguments, **named)
+        finally:  # without an answer the round is undecided, and the other replicas may know better
+            if isinstance(self._pg, ProcessGroup):
+                self._pg.end_round(committed)
+        return committed
+
+    return should_commit
+
+
+def _made(init: Callable[..., None], tell: Callable[[ProcessGroup, dict[str, Any]], None]) -> Callable[..., None]:
+    """Return a constructor that tells the manager's process group what is made."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:  # noqa: N807
+        init(self, *arguments, **named)
+        given = signature.bind(self, *arguments, **named).arguments
+        group = given["manager"]._pg
+        if isinstance(group, ProcessGroup):
+            tell(group, given)
+
+    return __init__
