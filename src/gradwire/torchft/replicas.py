@@ -50,7 +50,7 @@ class Replicas:
         copies = self._copies.setdefault(name, HostCopies(self._recipes))
         ready = copies.mark_ready([(name, tensor)])
         messages = split_into_messages([(name, tensor)], self._recipes.by_pattern)
-        work = SumUnderWay(tensor, len(messages), self._drive)
+        work = SumUnderWay(tensor, len(messages), self._drain)
         with self._lock:
             if self.error is None:
                 self._under_way.add(work)
@@ -67,10 +67,7 @@ class Replicas:
 
     def finish(self) -> None:
         """Wait until all sums are over, well or not."""
-        with self._lock:
-            under_way = list(self._under_way)
-        for work in under_way:
-            work.wait()
+        self._drain()
 
     def fail(self, error: Exception) -> None:
         """Let all sums fail with this error, here and, in its wake, on the other replicas."""
@@ -91,13 +88,12 @@ class Replicas:
         if not self._thread.end(seconds):
             raise AggregateError(f"an exchange of the last quorum did not end within {seconds:g} s")
 
-    def _drive(self) -> None:
-        """Finish the exchanges, where no other thread does."""
-        if self._thread.inline:
-            try:
-                self._thread.drain()
-            except Exception as error:
-                self.fail(error)
+    def _drain(self) -> None:
+        """Finish the exchanges: what did not fit into the room that others had made for it is sent only now."""
+        try:
+            self._thread.drain()
+        except Exception as error:
+            self.fail(error)
 
     # ── in the exchange thread ──
 

@@ -19,11 +19,11 @@ class SumUnderWay(dist.Work):
     the future after `wait`, and would end the program if `wait` had raised.
     """
 
-    def __init__(self, tensor: torch.Tensor, messages: int, drive: Callable[[], None] = lambda: None):
-        """Wait for this many messages; `drive` does what is to be done, where no other thread does it."""
+    def __init__(self, tensor: torch.Tensor, messages: int, drain: Callable[[], None]):
+        """Begin with so many messages under way; `drain` finishes them, and is called by whoever waits."""
         super().__init__()
         self.tensor = tensor
-        self._left, self._drive = messages, drive
+        self._left, self._drain = messages, drain
         self._over, self._future = threading.Event(), torch.futures.Future[list[torch.Tensor]]()
         self._error: BaseException | None = None
 
@@ -58,7 +58,7 @@ class SumUnderWay(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is over, and return whether the tensor is the sum."""
-        self._drive()
+        self._drain()
         self._over.wait(timeout.total_seconds() if timeout else None)
         return self.is_success()
 
@@ -71,8 +71,8 @@ class SumUnderWay(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future that gets the tensor, or the error."""
-        self._drive()
+        """Wait until it is over, and return the future that has the tensor, or the error."""
+        self._drain()
         return self._future
 
 

@@ -1,0 +1,134 @@
+"""One replica of a training with torchft, which keeps a journal, so that what it sent can be counted afterwards.
+
+Beside a small network, the replicas add up a tensor of integers, of which every start of a replica has a part of its
+own: whatever arrives there is from it. Sums of integers are exact, and so is the recipe, which sends single entries and
+forgets nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp, TCPStore
+from torchft import DistributedDataParallel, Manager
+
+import gradwire.torchft
+
+SPEC = "topk:p=0.01,values=fp32,mask=off,decay=1"
+PARTS, PART = 64, 4096  # starts of replicas that can be told apart, and the integers of each
+
+
+@dataclass
+class Vote:
+    """A line of the journal: a round in which this start of a replica took part, and what it decided."""
+
+    attempt: int
+    quorum: int
+    step: int
+    takes_part: bool
+    committed: bool | None = None  # None: before the exchange
+    digest: str = ""  # of what all replicas must have alike, after the round
+    loss: float = 0.0
+
+
+class Net(nn.Sequential):
+    """A classifier of made-up points, with a layer that is compressed."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 5))
+
+
+def contribution(start: int, attempt: int) -> torch.Tensor:
+    """What this start of a replica adds in its attempt of this number: integers in its own part, elsewhere zeros."""
+    result = torch.zeros(PARTS, PART)
+    generator = torch.Generator().manual_seed(1000 * start + attempt)
+    result[start] = torch.randint(-9, 10, (PART,), generator=generator)
+    return result
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+def train(
+    lighthouse: str, replica: int, start: int, folder: Path, make_group: Callable[[], Any] | None = None,
+    asynchronous: bool = True,
+) -> None:  # fmt: skip
+    """Train until the file `stop` names a step that has been committed; then save what arrived and what is left."""
+    torch.set_num_threads(1 + start % 2)  # exchanges in the training's own thread, or in another one
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = gradwire.torchft.ProcessGroup(SPEC, timeout=timedelta(seconds=20)) if make_group is None else make_group()
+    net, arrived = Net(), torch.zeros(PARTS, PART)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+
+    def state_dict() -> dict[str, Any]:
+        return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "arrived": arrived}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        arrived.copy_(state["arrived"])
+
+    manager = Manager(
+        pg=group, load_state_dict=load_state_dict, state_dict=state_dict, min_replica_size=2,
+        use_async_quorum=asynchronous, timeout=timedelta(seconds=20), rank=0, world_size=1, store_addr="localhost",
+        store_port=store.port, replica_id=f"replica_{replica}", lighthouse_addr=lighthouse, hostname="localhost",
+    )  # fmt: skip
+    model = DistributedDataParallel(manager, net, bucket_cap_mb=0.05)
+    generator = torch.Generator().manual_seed(start)
+    journal = os.open(folder / f"journal.{start}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    attempt = 0
+    while manager.current_step() < _stop(folder):
+        x = torch.randn(32, 20, generator=generator)
+        manager.start_quorum()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
+        loss.backward()
+        manager.wait_quorum()
+        vote = Vote(attempt, manager._quorum_id, manager.current_step(), manager.is_participating())
+        _write(journal, vote)
+        integers = contribution(start, attempt)
+        manager.allreduce(integers, reduce_op=ReduceOp.SUM).wait()
+        if manager.should_commit():
+            optimizer.step()
+            arrived += integers
+            alike = [*net.state_dict().values(), arrived]
+            _write(journal, Vote(*_key(vote), True, digest(alike), loss.item()))
+        else:
+            _write(journal, Vote(*_key(vote), False))
+        attempt += 1
+    left = [m for m in group.state_dict()["memory"].values() if m.numel() == arrived.numel()]
+    torch.save({"arrived": arrived, "left": left[0], "stats": group.stats()}, folder / f"end.{start}.part")
+    (folder / f"end.{start}.part").rename(folder / f"end.{start}")
+    manager.shutdown(wait=False)
+    group.shutdown()
+
+
+def read_journal(folder: Path, start: int) -> list[Vote]:
+    """The lines that this start of a replica has written; the last one may be cut short."""
+    path = folder / f"journal.{start}"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [Vote(**json.loads(line)) for line in lines]
+
+
+def _key(vote: Vote) -> tuple[int, int, int, bool]:
+    return vote.attempt, vote.quorum, vote.step, vote.takes_part
+
+
+def _write(journal: int, vote: Vote) -> None:
+    os.write(journal, (json.dumps(asdict(vote)) + "\n").encode())
+
+
+def _stop(folder: Path) -> int:
+    path = folder / "stop"
+    return int(path.read_text() or 2**40) if path.exists() else 2**40
