@@ -10,6 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -87,18 +91,22 @@ def train(
     model = DistributedDataParallel(manager, net, bucket_cap_mb=0.05)
     generator = torch.Generator().manual_seed(start)
     journal = os.open(folder / f"journal.{start}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    exchanging = threading.Event()
+    threading.Thread(target=_die_in_an_exchange, args=(folder / f"kill.{start}", exchanging), daemon=True).start()
     attempt = 0
     while manager.current_step() < _stop(folder):
         x = torch.randn(32, 20, generator=generator)
         manager.start_quorum()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
-        loss.backward()
         manager.wait_quorum()
+        exchanging.set()
+        loss.backward()
         vote = Vote(attempt, manager._quorum_id, manager.current_step(), manager.is_participating())
         _write(journal, vote)
         integers = contribution(start, attempt)
         manager.allreduce(integers, reduce_op=ReduceOp.SUM).wait()
+        exchanging.clear()
         if manager.should_commit():
             optimizer.step()
             arrived += integers
@@ -112,6 +120,16 @@ def train(
     (folder / f"end.{start}.part").rename(folder / f"end.{start}")
     manager.shutdown(wait=False)
     group.shutdown()
+
+
+def _die_in_an_exchange(sign: Path, exchanging: threading.Event) -> None:
+    """Kill this process while it exchanges something, once there is a sign."""
+    while not sign.exists():
+        time.sleep(0.005)
+    exchanging.clear()
+    exchanging.wait()
+    time.sleep(random.uniform(0, 0.01))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read_journal(folder: Path, start: int) -> list[Vote]:

@@ -5,8 +5,12 @@
 - `DiLoCo` has fragments of a model that take turns, which may be of equal shapes.
 - `LocalSGD` averages parameters, where everything else averages gradients or updates.
 
-Relies on these three being classes of torchft 0.2 whose first argument is, or is named, the manager, and on
-`Manager._pg`. Where one is gone, importing gradwire.torchft fails.
+And one call is completed. When something fails in the middle of a step (a replica is lost, weights of a peer do not
+come), torchft's Manager takes note, answers all other calls of the step at once, and lets the step not count. But the
+communication hook of torchft 0.2's DDP asks for a future that these answers do not have, and ends the program.
+
+Relies on `Manager._pg`, on the names of the arguments of `LocalSGD` and `DiLoCo`, and on the hook being
+`DistributedDataParallel._comm_hook`, as in torchft 0.2. Where one is gone, importing gradwire.torchft fails.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torchft.ddp import DistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
 
@@ -29,6 +36,7 @@ def observe() -> None:
     DiLoCo.__init__ = _made(
         DiLoCo.__init__, lambda group, arguments: group.expect_fragments(len(arguments["model_fragments"]))
     )
+    DistributedDataParallel._comm_hook = staticmethod(_completed(DistributedDataParallel._comm_hook))
 
 
 def _vote_observed(vote: Callable[..., bool]) -> Callable[..., bool]:
@@ -60,3 +68,23 @@ def _made(init: Callable[..., None], tell: Callable[[ProcessGroup, dict[str, Any
             tell(group, given)
 
     return __init__
+
+
+def _completed(hook: Callable[..., torch.futures.Future[torch.Tensor]]) -> Callable[..., Any]:
+    """Return the hook of torchft's DDP, which also answers in a step that will not count."""
+
+    @functools.wraps(hook)
+    def _comm_hook(state: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(state._pg, ProcessGroup):
+            return hook(state, bucket)
+        if state.errored() is None:
+            try:
+                return hook(state, bucket)
+            except (AssertionError, AttributeError):
+                if state.errored() is None:
+                    raise
+        answer = torch.futures.Future[torch.Tensor]()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    return _comm_hook

@@ -29,7 +29,7 @@ from gradwire.torchft.meeting import Introduction, difference, furthest, introdu
 from gradwire.torchft.replicas import Replicas
 from gradwire.torchft.rounds import Rounds
 from gradwire.torchft.shared_means import EXACT, SharedMeans
-from gradwire.torchft.sum_under_way import PlainWork, SumUnderWay
+from gradwire.torchft.sum_under_way import SumUnderWay
 
 MINUTE = datetime.timedelta(seconds=60)
 
@@ -93,7 +93,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
         operation = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
         divide = operation == ReduceOp.AVG  # a ReduceOp equals a kind of operation, which does not equal a ReduceOp
         if not (divide or operation == ReduceOp.SUM) or len(tensors) != 1 or not _is_compressed(tensors[0]):
-            return PlainWork(super().allreduce(tensors, opts))
+            return super().allreduce(tensors, opts)
         try:
             return self._add_up(tensors[0], divide)
         except GradwireError as error:  # torchft would note it and train on, without a single round that counts

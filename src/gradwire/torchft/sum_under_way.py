@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 class SumUnderWay(dist.Work):
-    """A tensor that is being replaced by its sum over all replicas.
-
-    `wait` returns False if that has failed, and the error is in the future. It does not raise it: torchft's DDP asks for
-    the future after `wait`, and would end the program if `wait` had raised.
-    """
+    """A tensor that is being replaced by its sum over all replicas; if that fails, `wait` and the future say so."""
 
     def __init__(self, tensor: torch.Tensor, messages: int, drain: Callable[[], None]):
         """Begin with so many messages under way; `drain` finishes them, and is called by whoever waits."""
@@ -57,9 +51,11 @@ class SumUnderWay(dist.Work):
         return self._error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is over, and return whether the tensor is the sum."""
+        """Wait until the tensor is the sum, and return True; AggregateError if a replica was lost."""
         self._drain()
         self._over.wait(timeout.total_seconds() if timeout else None)
+        if self._error is not None:
+            raise self._error
         return self.is_success()
 
     def synchronize(self) -> None:
@@ -75,32 +71,3 @@ class SumUnderWay(dist.Work):
         self._drain()
         return self._future
 
-
-class PlainWork(dist.Work):
-    """A collective of another process group, whose errors are in its future alone, as those of `SumUnderWay` are."""
-
-    def __init__(self, work: dist.Work):
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is over, and return whether it went well."""
-        with suppress(RuntimeError):
-            return bool(self._work.wait(timeout) if timeout else self._work.wait())
-        return False
-
-    def is_completed(self) -> bool:
-        """Tell whether it is over, well or not."""
-        return self._work.is_completed()
-
-    def synchronize(self) -> None:
-        """Let the current stream of a GPU wait until it is over."""
-        self._work.synchronize()
-
-    def block_current_stream(self) -> None:
-        """Let the current stream of a GPU wait until it is over."""
-        self._work.block_current_stream()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the collective."""
-        return self._work.get_future()
