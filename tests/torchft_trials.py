@@ -26,7 +26,7 @@ from torchft.coordination import LighthouseServer
 
 import gradwire
 from support import torchft_replica
-from support.torchft_replica import PART, PARTS, SPEC, Vote, contribution, read_journal
+from support.torchft_replica import PART, PARTS, SPEC, Vote, in_its_part, integers_of, read_journal
 
 PATIENCE = 120.0  # seconds without a round that counts, after which something hangs
 PRELOADED = ["torch", "torchft", "gradwire", "gradwire.torchft", "torchft.local_sgd", "support.torchft_replica"]
@@ -81,7 +81,7 @@ class Trial:
     def check_alive(self) -> None:
         for process, start in zip(self.processes, self.starts, strict=True):
             if process.exitcode is not None:
-                raise SystemExit(f"start {start} ended with exit code {process.exitcode}: see {self.folder}/output.{start}")
+                raise SystemExit(f"start {start} ended ({process.exitcode}): see {self.folder}/output.{start}")
 
     def kill(self, replica: int, chance: random.Random) -> None:
         time.sleep(chance.uniform(0, 1.5))
@@ -107,7 +107,7 @@ class Trial:
         for process, start in zip(self.processes, self.starts, strict=True):
             process.join(PATIENCE)
             if process.exitcode != 0:
-                raise SystemExit(f"start {start} did not end well ({process.exitcode}): see {self.folder}/output.{start}")
+                raise SystemExit(f"start {start} ended badly ({process.exitcode}): see {self.folder}/output.{start}")
 
     def close(self) -> None:
         for process in self.processes:
@@ -151,14 +151,16 @@ def settle(folder: Path, starts: int, survivors: list[int]) -> Account:
     parts_off, entries_off, memories_off, computed = 0, 0, 0, 0.0
     arrived, left_of_killed = ends[0]["arrived"], 0.0
     for start, journal in votes.items():
-        attempts = [v.attempt for v in journal if v.committed is None and v.takes_part and counts.get(v.step) == v.quorum]
-        expected, left = replay(start, attempts)
+        begun = [vote for vote in journal if vote.committed is None and vote.takes_part]
+        attempts = [vote.attempt for vote in begun if counts.get(vote.step) == vote.quorum]
+        added = [integers_of(start, attempt) for attempt in attempts]
+        expected, left = replay(start, added)
         off = int((expected[start] != arrived[start]).sum())
         parts_off, entries_off = parts_off + (off > 0), entries_off + off
-        computed += sum(float(contribution(start, attempt).abs().sum()) for attempt in attempts)
+        computed += sum(float(integers.abs().sum()) for integers in added)
         if start in survivors:
             own = ends[survivors.index(start)]
-            total = sum((contribution(start, attempt)[start] for attempt in attempts), torch.zeros(PART))
+            total = sum(added, torch.zeros(PART))
             memories_off += int((arrived[start] + own["left"][start] != total).sum())
             memories_off += int((own["left"] != left).sum())
         else:
@@ -185,13 +187,14 @@ def settle(folder: Path, starts: int, survivors: list[int]) -> Account:
     return Account(figures, wrong)
 
 
-def replay(start: int, attempts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What arrives of these contributions in this order, and what is left of them."""
+def replay(start: int, added: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What arrives of these integers, in this order, and what is left of them."""
     codec = gradwire.codec(SPEC)
     arrived, memory, after = (torch.zeros(PARTS, PART) for _ in range(3))
     out = torch.empty(codec.max_frame_bytes(memory), dtype=torch.uint8)
-    for attempt in attempts:
-        length = codec.encode_into(contribution(start, attempt), out, residual=memory, residual_out=after, decay=1.0)
+    for integers in added:
+        gradient = in_its_part(start, integers)
+        length = codec.encode_into(gradient, out, residual=memory, residual_out=after, decay=1.0)
         arrived += gradwire.decode(out[:length])
         memory, after = after, memory
     return arrived, memory

@@ -19,6 +19,7 @@ EXACT = "topk:p=0.01,values=fp32,mask=off,decay=1"  # what is sent and what is l
 D = 10_000
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise Gloo may look up the host's name, for seconds
 Result = TypeVar("Result")
+_made: list[ProcessGroup] = []
 
 
 def in_threads(calls: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -32,11 +33,11 @@ class Quorums:
     """Where the replicas meet: a store, with a prefix of its own for each quorum."""
 
     def __init__(self) -> None:
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count()
 
     def form(self, groups: Sequence[ProcessGroup]) -> None:
-        address = f"localhost:{self.store.port}/quorum/{next(self._numbers)}"
+        address = f"127.0.0.1:{self.store.port}/quorum/{next(self._numbers)}"
         calls = [
             lambda rank=rank, group=group: group.configure(address, "replica", rank, len(groups))
             for rank, group in enumerate(groups)
@@ -45,7 +46,14 @@ class Quorums:
 
 
 def make(spec: str = EXACT, seconds: float = 20, **options: Any) -> ProcessGroup:
-    return ProcessGroup(spec, timeout=timedelta(seconds=seconds), **options)
+    _made.append(ProcessGroup(spec, timeout=timedelta(seconds=seconds), **options))
+    return _made[-1]
+
+
+def shut_down_all() -> None:
+    """Shut down all groups that were made since the last call."""
+    while _made:
+        _made.pop().shutdown()
 
 
 def allreduce(group: ProcessGroup, tensor: torch.Tensor, operation: Any = ReduceOp.SUM) -> Any:

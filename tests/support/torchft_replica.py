@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ReduceOp, TCPStore
-from torchft import DistributedDataParallel, Manager
 
 import gradwire.torchft
+from torchft import DistributedDataParallel, Manager
 
 SPEC = "topk:p=0.01,values=fp32,mask=off,decay=1"
 PARTS, PART = 64, 4096  # starts of replicas that can be told apart, and the integers of each
@@ -52,11 +52,16 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
-def contribution(start: int, attempt: int) -> torch.Tensor:
-    """What this start of a replica adds in its attempt of this number: integers in its own part, elsewhere zeros."""
+def integers_of(start: int, attempt: int) -> torch.Tensor:
+    """What this start of a replica adds to its own part, in its attempt of this number."""
+    generator = torch.Generator().manual_seed(start << 32 | attempt)
+    return torch.randint(-9, 10, (PART,), generator=generator).float()
+
+
+def in_its_part(start: int, integers: torch.Tensor) -> torch.Tensor:
+    """These integers where that start of a replica has its part, and zeros elsewhere."""
     result = torch.zeros(PARTS, PART)
-    generator = torch.Generator().manual_seed(1000 * start + attempt)
-    result[start] = torch.randint(-9, 10, (PART,), generator=generator)
+    result[start] = integers
     return result
 
 
@@ -104,7 +109,7 @@ def train(
         loss.backward()
         vote = Vote(attempt, manager._quorum_id, manager.current_step(), manager.is_participating())
         _write(journal, vote)
-        integers = contribution(start, attempt)
+        integers = in_its_part(start, integers_of(start, attempt))
         manager.allreduce(integers, reduce_op=ReduceOp.SUM).wait()
         exchanging.clear()
         if manager.should_commit():

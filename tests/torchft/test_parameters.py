@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("torchft", reason="torchft is not installed")
 
 from gradwire.torchft import ProcessGroup
-from support.torchft_groups import D, EXACT, Quorums, add_up, make, vote
+from support.torchft_groups import EXACT, D, Quorums, add_up, make, vote
 
 
 def replicas(count: int, spec: str = "co3") -> list[ProcessGroup]:

@@ -170,7 +170,9 @@ def test_what_is_not_compressed_goes_through_as_it_is(case):
     groups = [make(), make()]
     Quorums().form(groups)
     dtype = torch.int64 if case == "integers" else torch.float32
-    size, operation = (100, ReduceOp.SUM) if case == "small" else (D, ReduceOp.MAX if case == "maximum" else ReduceOp.SUM)
+    size, operation = (
+        (100, ReduceOp.SUM) if case == "small" else (D, ReduceOp.MAX if case == "maximum" else ReduceOp.SUM)
+    )
     tensors = [torch.full((size,), value, dtype=dtype) for value in (1, 2)]
     add_up(groups, tensors, operation)
     assert all((tensor == (2 if case == "maximum" else 3)).all() for tensor in tensors)

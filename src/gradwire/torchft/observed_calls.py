@@ -60,7 +60,7 @@ def _made(init: Callable[..., None], tell: Callable[[ProcessGroup, dict[str, Any
     signature = inspect.signature(init)
 
     @functools.wraps(init)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:  # noqa: N807
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
         given = signature.bind(self, *arguments, **named).arguments
         group = given["manager"]._pg

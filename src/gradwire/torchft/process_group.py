@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchft
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 from torchft.process_group import ProcessGroup as ReconfigurableGroup
 from torchft.process_group import ProcessGroupWrapper
 
+import torchft
 from gradwire._version import __version__
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
@@ -34,12 +34,12 @@ from gradwire.torchft.sum_under_way import SumUnderWay
 MINUTE = datetime.timedelta(seconds=60)
 
 
-class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
+class ProcessGroup(ProcessGroupWrapper):
     """A process group for `torchft.Manager(pg=…)`, whose allreduce exchanges frames of the recipe `spec`.
 
     Sums and means of floating-point tensors with 4096 entries or more are compressed; everything else goes through the
-    torchft process group `pg`, by default a ProcessGroupGloo. `timeout` is how long an exchange waits for a replica, and
-    `memory` the dtype of the error memory, "fp32" or "bf16".
+    torchft process group `pg`, by default a ProcessGroupGloo. `timeout` is how long an exchange waits for a replica,
+    and `memory` the dtype of the error memory, "fp32" or "bf16".
 
     It promises that all replicas get the same bits; that what a round has sent is taken from the error memory when
     torchft has committed the round, and not otherwise; and that a lost replica is an error in the future of the
@@ -68,13 +68,14 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
         group_rank: int | None = None, group_world_size: int | None = None, global_ranks: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Go on with the replicas of another quorum, which meet at this store; all of them call it."""
+        self._leave()
         try:
-            self._leave()
-        except AggregateError:
-            raise
+            self._rounds.interrupt()
         except GradwireError as error:
             self._refusal = error
             raise
+        if self._means is not None:
+            self._means.forget()
         more = replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
         super().configure(store_addr, *more)
         self._carries_frames.configure(f"{store_addr}/gradwire", *more)
@@ -90,7 +91,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions | ReduceOp) -> dist.Work:
         """Begin to replace the tensor by its sum, or its mean, over all replicas."""
-        operation = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
+        operation: Any = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
         divide = operation == ReduceOp.AVG  # a ReduceOp equals a kind of operation, which does not equal a ReduceOp
         if not (divide or operation == ReduceOp.SUM) or len(tensors) != 1 or not _is_compressed(tensors[0]):
             return super().allreduce(tensors, opts)
@@ -135,7 +136,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
         if isinstance(self._pg, ReconfigurableGroup):
             self._pg.set_timeout(timeout)
 
-    def getBackendName(self) -> str:  # noqa: N802 (torchft's name)
+    def getBackendName(self) -> str:
         """Return the name that torchft registers the group under."""
         return "gradwire"
 
@@ -207,8 +208,12 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
         self._dense_bytes += 4 * tensor.numel()
         if self._means is not None and not divide:
             return self._means.begin(replicas, name, tensor)
-        world = replicas.link.world
-        return replicas.add_up(name, tensor, lambda: tensor.detach().div_(world) if divide else None)
+
+        def finish() -> None:
+            if divide:
+                tensor.detach().div_(replicas.link.world)
+
+        return replicas.add_up(name, tensor, finish)
 
     def _leave(self) -> None:
         """End the quorum, of which nothing goes on."""
@@ -217,9 +222,6 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
             self._sent_before += self._replicas.link.bytes_sent
             self._received_before += self._replicas.link.bytes_received
             self._replicas = None
-        self._rounds.interrupt()
-        if self._means is not None:
-            self._means.forget()
 
     def _meet(self, replicas: Replicas) -> None:
         """Compare notes with the others, and settle what was undecided."""

@@ -116,8 +116,8 @@ class Rounds:
     def _check_vote_is_known(self) -> None:
         if self._is_voting:
             raise GradwireError(
-                "nobody has said whether torchft committed the last round, and the error memory depends on it: use "
-                "torchft.Manager, whose should_commit gradwire observes, or call pg.end_round(committed) after each vote"
+                "nobody has said whether torchft committed the last round, and the error memory depends on it: use a "
+                "torchft.Manager, whose votes gradwire observes, or call pg.end_round(committed) after each vote"
             )
 
     def _settle(self, counts: bool) -> None:

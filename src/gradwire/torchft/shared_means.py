@@ -26,7 +26,7 @@ EXACT = "in full:"  # in front of the names of tensors that travel in full preci
 class SharedMeans:
     """The means that all replicas of a quorum share, by name.
 
-    The training's thread calls everything; parts of a sum run in the exchange thread, between its beginning and its end.
+    The training's thread calls everything; parts of a sum run in the exchange thread, until the sum is over.
     """
 
     def __init__(self, memories: WorkerMemories):

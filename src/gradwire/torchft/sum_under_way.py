@@ -36,7 +36,7 @@ class SumUnderWay(dist.Work):
         if not self._over.is_set():
             self._error = error
             self._over.set()
-            self._future.set_exception(error)
+            self._future.set_exception(error)  # type: ignore[arg-type]  # torch says that it takes a result
 
     def is_completed(self) -> bool:
         """Tell whether it is over, well or not."""
@@ -70,4 +70,3 @@ class SumUnderWay(dist.Work):
         """Wait until it is over, and return the future that has the tensor, or the error."""
         self._drain()
         return self._future
-
