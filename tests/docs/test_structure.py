@@ -20,8 +20,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("data_parallel.py", "self._sparse[name].grad"),
     ("engine/auto.py", "self._left[0].seconds"),
     ("engine/gradients.py", "give_back.atexit"),  # as weakref.finalize says
-    ("local_sgd/local_sgd.py", "anchor.grad"),
-    ("local_sgd/local_sgd.py", "self._anchor[name].grad"),
+    ("local_sgd/common_parameters.py", "self.tensors[name].grad"),
 }
 SAME_NAME_ON_PURPOSE = {"Compress"}  # the callbacks of Lightning and of Hugging Face's Trainer
 

@@ -139,7 +139,7 @@ def step(handle: LocalSGD, rank: int, number: int, bad: bool = False) -> None:
 
 
 def anchors(handle: LocalSGD) -> dict[str, torch.Tensor]:
-    return {name: a.detach().clone() for name, a in handle._anchor.items()}
+    return {name: a.detach().clone() for name, a in handle._common.tensors.items()}
 
 
 def memories(handle: LocalSGD) -> dict[str, torch.Tensor]:
@@ -163,7 +163,7 @@ def replicas_share_the_common_parameters(rank: int) -> None:
                                 assert len(set(gathered(digest(now)))) == 1
                 check_alike(handle.model)
                 for name, parameter in handle.model.named_parameters():
-                    assert torch.equal(parameter, handle._anchor[name].to(dtype)), (spec, epoch, name)
+                    assert torch.equal(parameter, handle._common.tensors[name].to(dtype)), (spec, epoch, name)
 
 
 class Line(nn.Linear):
@@ -230,7 +230,7 @@ def ahead_and_flush_by_hand(rank: int) -> None:
         with handle:
             for i in range(6 * every):
                 line_step(model, optimizer, rank, i)
-            moved = model.weight - handle._anchor["weight"]
+            moved = model.weight - handle._common.tensors["weight"]
             torch.testing.assert_close(moved, ahead * handle.memories.errors.memory["weight"], rtol=1e-3, atol=1e-7)
         expected, memory = by_hand(ahead, decay, 6, every, flush)
         torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7, msg=spec)

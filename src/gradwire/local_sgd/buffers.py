@@ -11,7 +11,7 @@ If a buffer changed on some ranks only, the others enter the mean with its old v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Buffers:
         recipes = {**recipes, "*": recipes.get("*", recipe("bf16"))}
         self.common = {name: b.detach().clone() for name, b in self._float_buffers().items()}
         self._recipes = {name: recipe_of_name(name, recipes) for name in self.common}
-        self._averaged: set[str] = set()
+        self.averaged: set[str] = set()  # names of those that the last `average` changed
 
     def _float_buffers(self) -> dict[str, torch.Tensor]:
         return {name: as_reals(b) for name, b in self.model.named_buffers() if has_real_entries(b)}
@@ -97,20 +97,20 @@ class Buffers:
 
     def average(self, ranks: Sequence[dict[str, torch.Tensor]]) -> None:
         """Set `common` to the mean over ranks. `ranks` has what `decode` returned for each of them, in rank order."""
-        self._averaged.clear()
+        self.averaged.clear()
         for name, old in self.common.items():
             if any(name in values for values in ranks):
-                self._averaged.add(name)
+                self.averaged.add(name)
                 wide = torch.promote_types(old.dtype, torch.float32)
                 total = torch.zeros(old.shape, dtype=wide, device=old.device)
                 for values in ranks:
                     total += values[name].view(old.shape).to(old.device, wide) if name in values else old.to(wide)
                 old.copy_(total / len(ranks))
 
-    def take(self, only_averaged: bool = False) -> None:
-        """Copy `common` into the model: all buffers, or only those that the last `average` changed."""
+    def take(self, names: Collection[str] | None = None) -> None:
+        """Copy `common` into the model: all buffers, or only these."""
         for name, buffer in self._float_buffers().items():
-            if name in (self._averaged if only_averaged else self.common):
+            if name in (self.common if names is None else names):
                 buffer.copy_(self.common[name])
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:

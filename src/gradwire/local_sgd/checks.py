@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.catalogue.spec_by_name import Recipes, Spec, parse_spec
 from gradwire.errors import GradwireError, SpecError
+from gradwire.local_sgd.parts import Turns
 
 BUFFERS = "buffer:"  # patterns of a dict spec that begin so are for buffers
 
@@ -29,6 +31,33 @@ def check_parameters(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Pa
             f"parameters were frozen or unfrozen, added, removed or replaced ({', '.join(changed[:5])}): make a new "
             f"LocalSGD then"
         )
+
+
+def check_recipes(recipes: ModelRecipes, names: Iterable[str]) -> None:
+    """Raise SpecError if some parameter has a recipe that is for gradients alone."""
+    if any(recipes.of(name).clip for name in names):
+        raise SpecError("clip_norm is for gradients, and LocalSGD sends updates: clip in your loop")
+
+
+def check_overlap(overlap: Any, turns: Turns, sync_every: int | Callable[[int], int], recipes: ModelRecipes) -> int:
+    """Return the steps that an exchange may go on beside; SpecError if that, or the schedule, cannot be."""
+    if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 0:
+        raise SpecError(f"overlap must be a number of steps from 0 on, not {overlap!r}")
+    if not callable(sync_every):
+        every, parts = checked_steps(sync_every), len(turns.unsent)
+        if parts > every:
+            raise SpecError(f"{parts} parts cannot be exchanged once each in {every} steps: take fewer parts")
+        if overlap > turns.least_gap(every):
+            raise SpecError(
+                f"overlap={overlap} is more than the {turns.least_gap(every)} steps between two exchanges "
+                f"(sync_every={every}, parts={parts}): one has to end before the next begins"
+            )
+    if overlap and recipes.any("mask"):
+        raise SpecError(
+            f"mask clears momentum where it was sent, and with overlap={overlap} newer momentum would go with it: "
+            f"set mask=off in the spec"
+        )
+    return overlap
 
 
 def divide_spec(spec: Spec) -> tuple[Spec, Recipes]:

@@ -15,10 +15,9 @@ Ranks may take different numbers of steps: one that leaves the `with` block answ
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ClassVar
@@ -33,19 +32,30 @@ from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.peers.handshake import describe
 from gradwire.aggregate.transport.all_gather import AllGather
+from gradwire.aggregate.transport.exchange_thread import ExchangeThread
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.saved_recipes import KEY
 from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
 from gradwire.correct.complex_pairs import as_reals
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
 from gradwire.correct.worker_memories import WorkerMemories
-from gradwire.errors import AggregateError, GradwireError, SpecError
+from gradwire.errors import AggregateError, GradwireError
 from gradwire.local_sgd.buffers import Buffers, has_real_entries
-from gradwire.local_sgd.checks import check_model, check_parameters, checked_steps, divide_spec, trainable
+from gradwire.local_sgd.checks import (
+    check_model,
+    check_overlap,
+    check_parameters,
+    check_recipes,
+    checked_steps,
+    divide_spec,
+    trainable,
+)
+from gradwire.local_sgd.common_parameters import CommonParameters, Outer, outer_by_name, tensor_bytes
+from gradwire.local_sgd.parts import Turns, divide
 from gradwire.local_sgd.saved_state import read_state
-from gradwire.local_sgd.sync_round import SyncRound
+from gradwire.local_sgd.sync_round import RankUpdate, SyncRound
+from gradwire.local_sgd.under_way import ExchangeUnderWay
 
-Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 Schedule = int | Callable[[int], int]
 
 
@@ -53,8 +63,11 @@ class LocalSGD:
     """Local steps with compressed synchronization, as a context manager around the training loop.
 
     `sync_every` is a number of steps, or a function from the step to one; by default the recipe's own (sbc2: 10).
-    `outer` makes the optimizer of the common parameters, such as `lambda p: torch.optim.SGD(p, lr=0.7,
-    momentum=0.9, nesterov=True)`; by default it is the recipe's own, or plain averaging.
+    `outer` is the optimizer of the common parameters: "average", "nesterov" (SGD with lr 0.7 and Nesterov momentum 0.9,
+    as DiLoCo's authors recommend), or a function that makes one of a list of tensors; by default the recipe's own.
+
+    With `parts`, the model is exchanged in that many parts, one after the other, each once in `sync_every` steps. With
+    `overlap`, an exchange goes on beside this many steps before its mean is waited for.
     """
 
     _in_use: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
@@ -66,7 +79,9 @@ class LocalSGD:
         spec: Spec = "sbc2",
         sync_every: Schedule | None = None,
         *,
-        outer: Outer | None = None,
+        outer: Outer | str | None = None,
+        parts: int = 1,
+        overlap: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ):
         check_model(model, optimizer)
@@ -77,37 +92,38 @@ class LocalSGD:
         self._group = process_group
         self._round: SyncRound | None = None  # from the first block on, when the ranks have met
         self._parameters = trainable(model)
-        self._check_recipes()
+        check_recipes(self.recipes, self._parameters)
         slowest = max(self.recipes.by_pattern.values(), key=lambda recipe: recipe.sync_every)
         self.sync_every: Schedule = slowest.sync_schedule if sync_every is None else sync_every
-        if not callable(self.sync_every):
-            checked_steps(self.sync_every)
-        # The common parameters: those of the last sync, the same on all ranks, in fp32 at least.
-        self._anchor = {
-            name: p.to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in self._entries().items()
-        }
+        self._parts = divide({name: p.numel() for name, p in self._parameters.items()}, parts)
+        self._turns = Turns(len(self._parts))
+        self._overlap = check_overlap(overlap, self._turns, self.sync_every, self.recipes)
+        self._common = CommonParameters(self._entries(), outer_by_name(slowest.outer if outer is None else outer))
         self._buffers = Buffers(model, of_buffers)
         self._buffers_every = slowest.buffers_every
-        self._outer = (outer or slowest.outer)(list(self._anchor.values()))
         warn_of_idle_patterns(self.recipes.by_pattern, (name for name, _ in model.named_parameters()))
         self.recipes.know_model(self._entries().items())
-        self.steps = self.pending = self.syncs = 0  # steps in all and since the last sync, syncs
+        self.steps = self.syncs = 0
         self.dense_bytes = 0
         self._steps_before = 0
         self._started = False
         self._inside = False  # in the block, or left by an exception: this rank has parameters and buffers of its own
         self._resumed = False  # from a state that was saved there
+        self._under_way: ExchangeUnderWay | None = None  # not in the model yet
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._reminder = optimizer.register_step_post_hook(_remind)
+
+    @property
+    def pending(self) -> int:
+        """The steps of this rank since its last exchange."""
+        return self._turns.since
 
     def _entries(self) -> dict[str, torch.Tensor]:
         """Return the real entries of the parameters that are trained, by name; complex ones are pairs of reals."""
         return {name: as_reals(p.detach()) for name, p in self._parameters.items()}
 
-    def _check_recipes(self) -> None:
-        for name in self._parameters:
-            if self.recipes.of(name).clip:
-                raise SpecError("clip_norm is for gradients, and LocalSGD sends updates: clip in your loop")
+    def _entries_of(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        return {name: as_reals(self._parameters[name].detach()) for name in names}
 
     # ── around the loop ──
 
@@ -129,17 +145,28 @@ class LocalSGD:
         self._hook = None
         self._in_use.discard(self.optimizer)
         if kind is None:
-            while not self._sync(left=True):
-                pass
-            if self.recipes.any("flush"):
-                self._sync(left=True, last=True)
+            self._leave()
             self._inside = False
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        """Answer the other ranks until all have left, and then all parts have been exchanged once more."""
+        self._land()
+        by_all = 0
+        while by_all < len(self._parts):
+            arrived = self._exchange_next_part(left=True)
+            by_all = by_all + 1 if all(update.left for update in arrived) else 0
+        if self.recipes.any("flush"):
+            self._exchange_rest()
+        self._connected().close()
 
     def _connected(self) -> SyncRound:
         if self._round is None:
-            gather = AllGather(Link(self._group))
+            # What goes on beside the training must not meet its collectives, and has a group of its own.
+            gather = AllGather(Link.beside(self._group) if self._overlap else Link(self._group))
             coder = MessageCoder(self.recipes, self.memories, self.ledger, gather.link.rank, gather.link.world)
-            self._round = SyncRound(coder, gather, self._buffers)
+            thread = ExchangeThread() if self._overlap else None
+            self._round = SyncRound(coder, gather, self._buffers, thread)
         return self._round
 
     @property
@@ -149,120 +176,199 @@ class LocalSGD:
     @torch.no_grad()
     def _start_alike(self) -> None:
         """Start all ranks from the same parameters and buffers: rank 0's, which travel only if they differ."""
-        if self.pending == 0:
+        self._await()  # an exchange that an exception has left under way
+        if not self._mid_round:
             loaded = [] if self._resumed else self._loaded()
             for name in loaded:
-                self._anchor[name].copy_(as_reals(self._parameters[name].detach()))
+                self._common.take(name, as_reals(self._parameters[name].detach()))
             if loaded or not self._inside:
                 self._buffers.follow()
         link = self._link
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        link.agree({"spec": str(self.recipes)}, describe(named))
-        states = link.gather_short(self._digest() + bytes([self.pending > 0]))
+        link.agree({"spec": str(self.recipes), **self._division}, describe(named))
+        states = link.gather_short(self._digest() + bytes([self._mid_round]))
         if len({state[:-1] for state in states}) > 1:
             if any(state[-1] for state in states):
                 raise AggregateError(
                     "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
                 )
+            self._check_same_outer(link)
             self._take_common()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 link.broadcast(tensor)
             for name, entries in self._entries().items():
-                self._anchor[name].copy_(entries)
+                self._common.take(name, entries)
             self._buffers.follow()
-        if self.pending == 0:
-            self._go_on()
+        if not self._mid_round:
+            self._go_on(self._parameters)
         self._started, self._resumed = True, False
+
+    @property
+    def _mid_round(self) -> bool:
+        return self._turns.mid_round or self._under_way is not None
+
+    @property
+    def _division(self) -> dict[str, str]:
+        """What ranks have to agree on beside the recipes, if it is not as usual."""
+        usual = len(self._parts) == 1 and not self._overlap
+        return {} if usual else {"parts": str(len(self._parts)), "overlap": str(self._overlap)}
+
+    def _check_same_outer(self, link: Link) -> None:
+        """Raise AggregateError on all ranks if their outer optimizers differ: these would move apart."""
+        sha = hashlib.sha256()
+        for fact in self._common.outer_facts():
+            sha.update(fact)
+        if len(set(link.gather_short(sha.digest()))) > 1:
+            raise AggregateError(
+                "the outer optimizers of ranks differ, in their settings or in what they remember: give all ranks the "
+                "same `outer`, and load the state of a checkpoint on all of them or on none"
+            )
 
     def _loaded(self) -> list[str]:
         """Return the parameters that changed between two blocks, such as by loading a model."""
         return [
             name
             for name, entries in self._entries().items()
-            if not any(torch.equal(entries, t.to(entries.dtype)) for t in (self._anchor[name], self._beginning(name)))
+            if not any(
+                torch.equal(entries, t.to(entries.dtype)) for t in (self._common.tensors[name], self._beginning(name))
+            )
         ]
 
     def _digest(self) -> bytes:
-        """Return bytes that differ where ranks have other numbers in their parameters and buffers."""
+        """Return bytes that differ where ranks have other numbers in what they are to share."""
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
         # Integer buffers count the steps of a rank, and may differ later.
         integers = [] if self._started else [b for b in self.model.buffers() if not has_real_entries(b)]
         sha = hashlib.sha256()
-        for tensor in (*self._anchor.values(), *self._buffers.common.values(), *frozen, *integers):
-            sha.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        for tensor in (*self._common.tensors.values(), *self._buffers.common.values(), *frozen, *integers):
+            sha.update(tensor_bytes(tensor))
+        for fact in self._common.outer_facts():
+            sha.update(fact)
         return sha.digest()
 
     def _after_step(self) -> None:
         self.steps += 1
-        self.pending += 1
+        self._turns.count_step()
         self.dense_bytes += 4 * self.recipes.total
         every = self.sync_every(self.steps) if callable(self.sync_every) else self.sync_every
-        if self.pending >= checked_steps(every):
-            self._sync()
+        if self._under_way is not None and self.steps >= self._under_way.due:
+            self._land()
+        if self._turns.is_due(checked_steps(every)):
+            self._start_next_part()
+            if not self._overlap:
+                self._land()
 
     def sync(self) -> None:
-        """Exchange now, whatever `sync_every` says; all ranks must call it."""
+        """Exchange all parts now, whatever `sync_every` says, and wait for their means; all ranks must call it."""
         if self._hook is None:
             raise GradwireError("sync() belongs in the `with` block")
-        self._sync()
+        for _ in self._parts:
+            self._exchange_next_part()
 
-    # ── one sync ──
+    # ── one exchange ──
 
     @torch.no_grad()
-    def _sync(self, left: bool = False, last: bool = False) -> bool:
-        """Average the updates of all ranks that took steps; return whether all ranks have left the block.
+    def _exchange_next_part(self, left: bool = False) -> list[RankUpdate]:
+        """Exchange the part whose turn it is, without overlap; return what all ranks sent."""
+        self._land()
+        self._start_next_part(left, overlap=0)
+        return self._land(left)
 
-        The `last` sync sends a larger part of what is left in the error memories, since no step is to follow; the model
-        is at the common parameters then.
-        """
+    @torch.no_grad()
+    def _start_next_part(self, left: bool = False, overlap: int | None = None) -> None:
+        """Send this rank's update of the part whose turn it is, if it took steps since that was sent last."""
+        self._land()  # one at a time: where the schedule changes, the next one may be due before the last has ended
         check_parameters(self._parameters, trainable(self.model))
-        means = {
-            name: _difference(entries, self._anchor[name] if last else self._beginning(name))
-            for name, entries in self._entries().items()
-            if not last or self._has_rest(name, entries.numel())
-        }
-        send = last or self.pending > 0
+        overlap = self._overlap if overlap is None else overlap
+        send = self._turns.unsent[self._turns.next] > 0
+        number = self._turns.take_turn()
+        entries = self._entries_of(self._parts[number])
         if left:
             with_buffers = send or self._buffers.changed()
-        else:
-            with_buffers = send and self.ledger.steps % self._buffers_every == 0
-        sync_round = self._connected()
+        else:  # after the last part of a round
+            rounds, rest = divmod(self.ledger.steps, len(self._parts))
+            with_buffers = send and rest == len(self._parts) - 1 and rounds % self._buffers_every == 0
+        start = {name: e.clone() for name, e in entries.items()} if overlap else {}
+        updates = {name: _difference(e, self._beginning(name)) for name, e in entries.items()}
+        with self._undone_on_failure():
+            sync = self._connected().start(
+                number, updates, self.steps, send=send, left=left, with_buffers=with_buffers
+            )
+        self._under_way = ExchangeUnderWay(number, self.steps + overlap, start, sync)
+
+    @torch.no_grad()
+    def _exchange_rest(self) -> None:
+        """Send a larger part of what is left in the error memories: all ranks have left, and no step is to follow."""
+        rest = [name for name, entries in self._entries().items() if self._has_rest(name, entries.numel())]
+        updates = {name: _difference(e, self._common.tensors[name]) for name, e in self._entries_of(rest).items()}
+        with self._undone_on_failure():
+            sync = self._connected().start(
+                0, updates, self.steps, send=True, left=True, with_buffers=True, last=True
+            )
+        self._under_way = ExchangeUnderWay(0, self.steps, {}, sync)
+        self._await()
+        self._under_way = None
+        self._take_common()
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """If the block fails, memories, common parameters and turns are as if the exchange had never begun."""
         try:
             with self.ledger.waiting():
-                arrived = sync_round.run(means, self.steps, send=send, left=left, with_buffers=with_buffers, last=last)
+                yield
         except BaseException as error:
             self._link.give_up(error)
-            sync_round.coder.abandon_step()
+            self._connected().coder.abandon_step()
+            self._turns.take_back()
+            self._under_way = None
             raise
-        own = arrived[self._link.rank]
+
+    @torch.no_grad()
+    def _await(self) -> list[RankUpdate]:
+        """Wait for the exchange under way, if there is one, and let the common parameters follow its mean.
+
+        The model stays as it is, so that this may be done before its time.
+        """
+        under_way, sync_round = self._under_way, self._round
+        if under_way is None or under_way.sync is None or sync_round is None:
+            return []
+        with self._undone_on_failure():
+            arrived = sync_round.finish(under_way.sync)
         if any(update.usable for update in arrived):
-            self._move(means)
+            self._common.move(under_way.sync.updates)
             self.syncs += 1
+        own = arrived[self._link.rank]
         if own.diverged:
-            # Nothing of this rank's update was used: it keeps its old error memory, and no momentum.
-            self.memories.errors.rollback()
-            reset_optimizer(self.optimizer)
+            self.memories.errors.rollback()  # nothing of this rank's update was used
         else:
             sent = self.memories.take_sent()
             mask_optimizer(self.optimizer, ((self._parameters[name], where) for name, where in sent.items()))
         sync_round.coder.end_step()
         self._link.at_step(self.ledger.steps)
-        if left:
-            self._take_common()
-        elif any(update.sent for update in arrived):
-            if with_buffers or own.diverged:
-                self._buffers.take(only_averaged=not own.diverged)
-            self._go_on()
-        self.pending = 0
-        return all(update.left for update in arrived)
+        under_way.has_arrived(own, arrived, self._buffers.averaged)
+        return arrived
 
-    def _move(self, means: dict[str, torch.Tensor]) -> None:
-        """Move the common parameters by an outer step along the mean update."""
-        for name, mean in means.items():
-            self._anchor[name].grad = -mean.to(self._anchor[name].dtype)
-        self._outer.step()
-        for anchor in self._anchor.values():
-            anchor.grad = None
+    @torch.no_grad()
+    def _land(self, left: bool = False) -> list[RankUpdate]:
+        """Wait for the exchange under way, if there is one, and go on from its mean; return what all ranks sent.
+
+        What this rank has changed since it sent its update stays, and is a part of its next one.
+        """
+        arrived = self._await()
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return arrived
+        names: Collection[str] = self._parts[under_way.part]
+        if under_way.diverged:  # it goes back to the common parameters, without momentum
+            reset_optimizer(self.optimizer)
+            self._turns.send_nothing()
+            names = self._parameters
+        if left:
+            self._take_common(names)
+        elif under_way.moves:
+            self._buffers.take(None if under_way.diverged else under_way.buffers)
+            self._go_on(names, {} if under_way.diverged else under_way.start)
+        return arrived
 
     def _has_rest(self, name: str, entries: int) -> bool:
         """Return whether the last sync has something to send of this parameter."""
@@ -271,17 +377,22 @@ class LocalSGD:
     def _beginning(self, name: str) -> torch.Tensor:
         """Return where this rank goes on from after a sync: the common parameters, plus a part of its error memory."""
         ahead, memory = self.recipes.of(name).ahead, self.memories.errors.memory.get(name)
-        anchor = self._anchor[name]
+        anchor = self._common.tensors[name]
         return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
 
-    def _go_on(self) -> None:
-        for name, entries in self._entries().items():
-            entries.copy_(self._beginning(name))
+    def _go_on(self, names: Collection[str], sent: dict[str, torch.Tensor] | None = None) -> None:
+        """Go on from the beginning of a round, plus what this rank has changed since these parameters were `sent`."""
+        for name, entries in self._entries_of(names).items():
+            beginning = self._beginning(name)
+            if sent:
+                start = sent[name].to(entries.device, beginning.dtype)
+                beginning = beginning + (entries.to(beginning.dtype) - start)
+            entries.copy_(beginning)
 
-    def _take_common(self) -> None:
-        """Give the model the parameters and buffers that all ranks share."""
-        for name, entries in self._entries().items():
-            entries.copy_(self._anchor[name])
+    def _take_common(self, names: Collection[str] | None = None) -> None:
+        """Give the model what all ranks share: these parameters, or all; and all buffers."""
+        for name, entries in self._entries_of(self._parameters if names is None else names).items():
+            entries.copy_(self._common.tensors[name])
         self._buffers.take()
 
     # ── what users see ──
@@ -318,20 +429,24 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's error memory, its place between two syncs, the common parameters and the outer optimizer.
 
-        Save the model and the optimizer of every rank beside it: between syncs they differ.
+        Save the model and the optimizer of every rank beside it: between syncs they differ. An exchange under way is
+        waited for, and what is left to be done with its mean is saved: the model does not change.
         """
+        self._await()
         return {
             "steps": self.ledger.steps,
             KEY: self.recipes.state_dict(),
             **self.memories.state_dict(),
+            **self._common.state_dict(),
             "local_steps": self.steps,
             "pending": self.pending,
+            "parts": {"next": self._turns.next, "unsent": list(self._turns.unsent)},
+            "under_way": None if self._under_way is None else self._under_way.state_dict(),
             "inside": self._inside,
-            "anchor": {name: a.detach().cpu().clone() for name, a in self._anchor.items()},
             "buffers": {name: b.detach().cpu().clone() for name, b in self._buffers.common.items()},
-            "outer": copy.deepcopy(self._outer.state_dict()),
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of this rank; before the `with` block.
 
@@ -339,16 +454,15 @@ class LocalSGD:
         """
         if self._hook is not None:
             raise GradwireError("load the state before the `with` block")
-        saved = read_state(state, self.recipes, self._anchor, self._buffers.common, self._outer)
+        self._await()  # not that it arrives in the middle of what is loaded
+        saved = read_state(state, self.recipes, self._common, self._buffers.common, self._parts)
         self.memories.load(saved.memories)
         self.ledger.resume_at(saved.memories.steps)
-        with torch.no_grad():
-            for name, anchor in saved.anchor.items():
-                self._anchor[name].copy_(anchor)
-            self._buffers.load(saved.buffers)
-        self._outer.load_state_dict(saved.outer)
+        self._common.load(saved.anchor, saved.outer)
+        self._buffers.load(saved.buffers)
         self.steps = self._steps_before = saved.local_steps
-        self.pending = saved.pending
+        self._turns.load(saved.following, saved.pending, saved.unsent)
+        self._under_way = None if saved.under_way is None else ExchangeUnderWay.of_state(saved.under_way)
         self._inside = self._resumed = saved.inside
         self._started = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradwire.catalogue.saved_recipes import check_same_kind, check_saved_recipe
 from gradwire.checkpoints.saved_values import MOST_STEPS, count_in
 from gradwire.correct.saved_memories import SavedMemories, read_memories
 from gradwire.errors import CheckpointError
+from gradwire.local_sgd.common_parameters import CommonParameters
 
 Tensors = Mapping[str, torch.Tensor]
 LARGEST_SETTING = 1e9  # of an optimizer: learning rates and the like
@@ -29,13 +30,17 @@ class SavedLocalSGD:
     outer: dict[str, Any]  # a copy: torch would go on writing to the caller's tensors
     local_steps: int
     pending: int
+    following: int  # the part whose turn is next
+    unsent: list[int]  # steps of each part
+    under_way: Mapping[str, Any] | None
     inside: bool
 
 
 def read_state(
-    state: Any, recipes: ModelRecipes, anchor: Tensors, buffers: Tensors, outer: torch.optim.Optimizer
+    state: Any, recipes: ModelRecipes, common: CommonParameters, buffers: Tensors, parts: Sequence[Sequence[str]]
 ) -> SavedLocalSGD:
-    """Return a saved state; CheckpointError unless it fits these parameters, buffers, recipes and outer optimizer."""
+    """Return a saved state; CheckpointError unless it fits these parameters, buffers, recipes, parts and optimizer."""
+    anchor = common.tensors
     for key, own in (("anchor", anchor), ("buffers", buffers)):
         saved = state.get(key) if isinstance(state, Mapping) else None
         if not isinstance(saved, Mapping) or set(saved) != set(own):
@@ -57,10 +62,58 @@ def read_state(
     inside = state.get("inside")
     if not isinstance(inside, bool):
         raise CheckpointError("not the state of a LocalSGD: it does not say whether it was saved in the block")
+    pending = count_in(state, "pending")
+    following, unsent = _read_parts(state.get("parts"), pending, len(parts))
     return SavedLocalSGD(
-        memories, state["anchor"], state["buffers"], checked_outer(state.get("outer"), outer),
-        count_in(state, "local_steps"), count_in(state, "pending"), inside,
+        memories, state["anchor"], state["buffers"], checked_outer(state.get("outer"), common.outer),
+        count_in(state, "local_steps"), pending, following, unsent,
+        _read_under_way(state.get("under_way"), anchor, parts), inside,
     )  # fmt: skip
+
+
+def _read_parts(saved: Any, pending: int, parts: int) -> tuple[int, list[int]]:
+    """Return the part whose turn is next, and the steps that each part has not sent.
+
+    States of before there were parts have none. Between two rounds, where nothing is unsent, any number of parts fits.
+    """
+    if saved is None:
+        saved = {"next": 0, "unsent": [pending]}
+    damaged = CheckpointError("not the state of a LocalSGD: its 'parts' are damaged")
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("unsent"), list) or not saved["unsent"]:
+        raise damaged
+    unsent = saved["unsent"]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MOST_STEPS for n in unsent):
+        raise damaged
+    following = count_in(saved, "next")
+    if following >= len(unsent):
+        raise damaged
+    if len(unsent) == parts:
+        return following, list(unsent)
+    if following or any(unsent):
+        raise CheckpointError(
+            f"this state was saved in the middle of a round with parts={len(unsent)}: build LocalSGD with as many"
+        )
+    return 0, [0] * parts
+
+
+def _read_under_way(saved: Any, anchor: Tensors, parts: Sequence[Sequence[str]]) -> Mapping[str, Any] | None:
+    """Return what is left to be done with an exchange, as it was saved."""
+    if saved is None:
+        return None
+    damaged = CheckpointError("not the state of a LocalSGD of this model and these parts: 'under_way' does not fit")
+    if not isinstance(saved, Mapping):
+        raise damaged
+    part, due, start = count_in(saved, "part"), count_in(saved, "due"), saved.get("start")
+    if part >= len(parts) or not isinstance(start, Mapping) or set(start) not in (set(), set(parts[part])):
+        raise damaged
+    if not all(_is_like(tensor, anchor[name]) for name, tensor in start.items()):
+        raise damaged
+    if not all(isinstance(saved.get(key), bool) for key in ("diverged", "moves")):
+        raise damaged
+    names = saved.get("buffers")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise damaged
+    return {**saved, "part": part, "due": due}
 
 
 def _is_like(saved: Any, own: torch.Tensor) -> bool:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable
 
 import numpy as np
 import torch
 
 from gradwire.aggregate.messages.frame_coding import unusable_message
-from gradwire.aggregate.messages.frame_plan import FramePlan, fingerprint
+from gradwire.aggregate.messages.frame_plan import fingerprint
 from gradwire.aggregate.messages.host_copies import HostCopies
 from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.tensor_parts import whole_tensors
 from gradwire.aggregate.transport.all_gather import AllGather
+from gradwire.aggregate.transport.exchange_thread import Exchange, ExchangeThread, Pause
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.errors import FrameError, GradwireError
 from gradwire.frame import headers
@@ -53,58 +54,96 @@ class RankUpdate:
 
 
 class SyncRound:
-    """One sync: this rank's update and buffers go to all ranks, and become the means of what all of them sent.
+    """The syncs of this rank, one at a time: `start`, then `finish`, between which other work may be done.
 
-    1. `encode` makes this rank's message; 2. `exchange` gathers those of all ranks; 3. `average` replaces the updates
-    and the common buffers by means, in rank order. A rank whose training has diverged must not take the others along,
-    so its update is left out.
+    What a sync takes is laid out in `Sync`. With a `thread`, that works beside the training; otherwise within `finish`.
     """
 
-    def __init__(self, coder: MessageCoder, gather: AllGather, buffers: Buffers):
+    def __init__(self, coder: MessageCoder, gather: AllGather, buffers: Buffers, thread: ExchangeThread | None = None):
         self.coder, self.gather, self.buffers = coder, gather, buffers
+        self._thread = thread
 
-    def run(
-        self, updates: dict[str, torch.Tensor], clock: int, *, send: bool, left: bool, with_buffers: bool,
-        last: bool = False,
-    ) -> list[RankUpdate]:  # fmt: skip
-        """Run the whole sync, and return what every rank sent.
+    def start(
+        self, key: Hashable, updates: dict[str, torch.Tensor], clock: int, *, send: bool, left: bool,
+        with_buffers: bool, last: bool = False,
+    ) -> Sync:  # fmt: skip
+        """Begin a sync of these updates, which become means; nobody else touches them until it is finished.
 
-        `clock` is the step that schedules go by, and `last` means that no step is to follow.
+        All ranks start syncs with the same keys in the same order. `clock` is the step that schedules go by, and `last`
+        means that no step is to follow.
         """
-        host_copies, tensors = HostCopies(self.coder.recipes), list(updates.items())
-        parts = host_copies.of_parts(whole_tensors(tensors), host_copies.mark_ready(tensors))
-        plans = self.coder.recipes.plan_frames(parts, clock, last)
-        block, length = self.encode(plans if send else [], LEFT * left | SENT * send, with_buffers)
-        arrived = self.exchange(plans, block, length)
-        self.average(plans, arrived)
-        host_copies.put_back(wait=True)
-        return arrived
+        note = self._note(LEFT * left | SENT * send, with_buffers)
+        sync = Sync(self.coder, self.gather, self.buffers, key, updates, note, clock, send=send, last=last)
+        if self._thread is not None:
+            self._thread.submit(sync.run)
+        return sync
 
-    def encode(self, plans: Sequence[FramePlan], flags: int, with_buffers: bool) -> tuple[torch.Tensor, int]:
-        """Return a block with this rank's message, and the length of the message."""
-        note = bytes([flags])
-        if with_buffers:
-            coder = self.coder
-            part, frame_bytes = self.buffers.encode(coder.ledger.steps << 32 | coder.rank)
-            note = _HEAD.pack(flags | BUFFERS, len(part)) + part
-            coder.ledger.count_frame_bytes(frame_bytes)
-        return self.coder.encode("sync", plans, note)
+    def finish(self, sync: Sync) -> list[RankUpdate]:
+        """Wait until the updates are means, average the common buffers, and return what every rank sent."""
+        if self._thread is not None:
+            self._thread.drain()
+        else:
+            for _ in sync.run():
+                pass
+        sync.check()
+        self.buffers.average([u.buffers for u in sync.arrived if u.buffers is not None and not u.diverged])
+        return sync.arrived
 
-    def exchange(self, plans: Sequence[FramePlan], block: torch.Tensor, length: int) -> list[RankUpdate]:
-        """Send this rank's message to all ranks, and return what every rank sent."""
+    def close(self) -> None:
+        """End the thread, if there is one; the next sync starts another."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def _note(self, flags: int, with_buffers: bool) -> bytes:
+        """Return what stands before the frames: the flags, and the buffers as they are now."""
+        if not with_buffers:
+            return bytes([flags])
+        coder = self.coder
+        part, frame_bytes = self.buffers.encode(coder.ledger.steps << 32 | coder.rank)
+        coder.ledger.count_frame_bytes(frame_bytes)
+        return _HEAD.pack(flags | BUFFERS, len(part)) + part
+
+
+class Sync:
+    """One sync: this rank's updates go to all ranks, and become the means of what all of them sent.
+
+    `run` 1. makes this rank's message; 2. gathers those of all ranks; 3. replaces the updates by means, in rank order.
+    It may do so in another thread than the training's, which calls everything else. A rank whose training has diverged
+    must not take the others along, so its update is left out.
+    """
+
+    def __init__(
+        self, coder: MessageCoder, gather: AllGather, buffers: Buffers, key: Hashable,
+        updates: dict[str, torch.Tensor], note: bytes, clock: int, *, send: bool, last: bool,
+    ):  # fmt: skip
+        self.coder, self.gather, self.buffers = coder, gather, buffers
+        self.updates = updates
+        self.arrived: list[RankUpdate] = []  # what every rank sent, when all is over
+        self._key, self._note, self._clock, self._send, self._last = key, note, clock, send, last
+        self._host_copies = HostCopies(coder.recipes)
+        self._ready = self._host_copies.mark_ready(list(updates.items()))
+
+    def run(self) -> Exchange:
+        """Do all of it, with a pause while messages are under way."""
+        parts = self._host_copies.of_parts(whole_tensors(list(self.updates.items())), self._ready)
+        plans = self.coder.recipes.plan_frames(parts, self._clock, self._last)
+        block, length = self.coder.encode(self._key, plans if self._send else [], self._note)
         subject = Subject(self.coder.ledger.steps, fingerprint(plans))
-        ticket = self.gather.start("sync", subject, block, length)
-        return [self._read(rank, message) for rank, message in enumerate(self.gather.finish_in_host_memory(ticket))]
+        ticket = self.gather.start(self._key, subject, block, length)
+        yield Pause(lambda: self.gather.ready(ticket))
+        messages = self.gather.finish_in_host_memory(ticket)
+        arrived = [self._read(rank, message) for rank, message in enumerate(messages)]
+        self.coder.average(plans, [(rank, update.frames) for rank, update in enumerate(arrived) if update.usable])
+        self._host_copies.put_back(wait=True)
+        self.arrived = arrived
 
-    def average(self, plans: Sequence[FramePlan], arrived: Sequence[RankUpdate]) -> None:
-        """Replace updates and common buffers by the means of all ranks that have not diverged."""
-        for rank, update in enumerate(arrived):
+    def check(self) -> None:
+        """Warn of ranks whose update was left out; GradwireError if that is so of all."""
+        for rank, update in enumerate(self.arrived):
             if update.diverged:
                 warnings.warn(f"rank {rank} has a NaN or an infinity: its update is left out", stacklevel=3)
-        if all(update.diverged for update in arrived):
+        if all(update.diverged for update in self.arrived):
             raise GradwireError("all ranks have a NaN or an infinity in their parameters: the training has diverged")
-        self.coder.average(plans, [(rank, update.frames) for rank, update in enumerate(arrived) if update.usable])
-        self.buffers.average([u.buffers for u in arrived if u.buffers is not None and not u.diverged])
 
     def _read(self, rank: int, message: np.ndarray) -> RankUpdate:
         try:
