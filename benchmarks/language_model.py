@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from delayed import Delayed, DelayedWorkers, row
 from rich.progress import Progress
 from torch import nn
 from torch.nn import functional
@@ -145,6 +146,9 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> dict[str, object]:
+    method = row(spec)
+    if method is not None:
+        return train_delayed(spec, method, seed, o, progress)
     torch.manual_seed(seed)
     training, held_out = text()
     model = GPT(o.width, o.layers, o.context).to(o.device)
@@ -158,7 +162,7 @@ def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> di
     count, started, curve = sum(p.numel() for p in model.parameters()), time.perf_counter(), []
     bar = progress.add_task(f"{spec}, seed {seed}", total=o.steps)
     for step in range(o.steps):
-        factor = min(1.0, (step + 1) / o.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / o.steps))
+        factor = rate(step, o)
         optimizer.param_groups[0]["lr"] = o.lr * factor
         gradients = []
         for generator in generators:
@@ -184,6 +188,48 @@ def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> di
     }  # fmt: skip
 
 
+def rate(step: int, o: argparse.Namespace) -> float:
+    """The part of the learning rate at this step: a linear warm-up, and a cosine down to a tenth."""
+    return min(1.0, (step + 1) / o.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / o.steps))
+
+
+def train_delayed(
+    spec: str, method: Delayed, seed: int, o: argparse.Namespace, progress: Progress
+) -> dict[str, object]:
+    """Train workers that exchange what `o.every` steps have changed; clipping and schedule as in every step."""
+    torch.manual_seed(seed)
+    training, held_out = text()
+    model = GPT(o.width, o.layers, o.context).to(o.device)
+
+    def adamw(m: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(m.parameters(), o.lr, weight_decay=0.1, betas=(0.9, 0.95))
+
+    workers = DelayedWorkers(method, model, o.workers, o.every, adamw)
+    generators = [torch.Generator().manual_seed(1000 * seed + w) for w in range(o.workers)]
+    count, started, curve = sum(p.numel() for p in model.parameters()), time.perf_counter(), []
+    bar = progress.add_task(f"{spec}, seed {seed}", total=o.steps)
+    for step in range(o.steps):
+        for worker, optimizer, generator in zip(workers.models, workers.optimizers, generators, strict=True):
+            optimizer.param_groups[0]["lr"] = o.lr * rate(step, o)
+            worker.zero_grad()
+            x, y = (t.to(o.device) for t in batch(training, o.batch, o.context, generator))
+            loss_of(worker, x, y).backward()
+            nn.utils.clip_grad_norm_(worker.parameters(), 1.0)
+            optimizer.step()
+        workers.after_step(step + 1, last=step + 1 == o.steps)
+        progress.advance(bar)
+        if (step + 1) % max(1, o.steps // 5) == 0:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(workers.common[name])
+            curve.append(round(evaluate(model, held_out, o), 4))
+    return {
+        "spec": spec, "seed": seed, "loss": curve[-1], "curve": curve,
+        "bits": workers.bits / (o.workers * count * o.steps), "parameters": count,
+        "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, data: torch.Tensor, o: argparse.Namespace) -> float:
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +243,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--every", type=int, default=30, help="steps between exchanges of delayed methods")
     parser.add_argument("--warmup", type=int, default=25)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a worker in a step")
     parser.add_argument("--context", type=int, default=128)

@@ -18,7 +18,15 @@ from gradwire.catalogue.dense_parameters import (
     minifloat_parameters,
 )
 from gradwire.catalogue.homomorphic_parameters import HOMOMORPHIC_PARAMETERS, build_homomorphic
-from gradwire.catalogue.sparse_parameters import build_m22, build_sbc, build_stc, build_topk, sparse_parameters
+from gradwire.catalogue.sparse_parameters import (
+    SPARSELOCO_PARAMETERS,
+    build_m22,
+    build_sbc,
+    build_sparseloco,
+    build_stc,
+    build_topk,
+    sparse_parameters,
+)
 from gradwire.catalogue.spec import Entry, Parameter, corrector, decay, number, one_of, whole
 from gradwire.convert import sketch
 from gradwire.convert.bingrad import BinGrad
@@ -169,6 +177,11 @@ _SPARSE = [
           sparse_parameters(sync_every="10", small="same")),
     Entry("sbc3-paper", "sbc3 as the paper has it: to compare with", _SBC, build_sbc,
           sparse_parameters(sync_every="100", small="same")),
+    Entry(
+        "sparseloco", "the 3 largest of every 256 entries of the update of thirty steps, two bits each: large models "
+        "and Adam over the thinnest links; no outer optimizer, which the memory stands for",
+        "SparseLoCo, arXiv 2508.15706", build_sparseloco, SPARSELOCO_PARAMETERS,
+    ),
     Entry(
         "diloco", "bf16 updates of fifty steps under an outer Nesterov optimizer: for large models and Adam",
         "DiLoCo, arXiv 2311.08105", lambda v: Cast(torch.bfloat16),

@@ -18,6 +18,7 @@ from gradwire.compress import positions
 from gradwire.convert.conversion import Converter
 from gradwire.convert.m22 import M22, MOST_BITS
 from gradwire.convert.sbc import SBC
+from gradwire.convert.sparseloco import LARGEST_CHUNK, SparseLoCo
 from gradwire.convert.stc import STC
 from gradwire.convert.topk import CASTS, TopK
 from gradwire.errors import SpecError
@@ -56,6 +57,17 @@ def sparse_parameters(**defaults: str) -> dict[str, Parameter]:
     return parameters
 
 
+SPARSELOCO_PARAMETERS = {
+    "k": Parameter("3", whole(1, LARGEST_CHUNK)),
+    "chunk": Parameter("256", whole(2, LARGEST_CHUNK)),
+    "bits": Parameter("2", whole(1, MOST_BITS)),
+    "positions": Parameter("auto", one_of(*positions.WAYS)),
+    "decay": decay("0.95"),
+    "small": corrector("ecq", one_of(*_RECIPES_OF_SMALL_TENSORS)),
+    "sync_every": corrector("30", whole(1, 10**6)),
+}
+
+
 def _selection(v: Values) -> tuple[float, int | None]:
     """Return p and k; SpecError if parameters contradict each other."""
     if not v["decay"] and (v["ahead"] or v["flush"] != "0"):
@@ -85,3 +97,8 @@ def build_topk(v: Values) -> Converter:
 def build_m22(v: Values) -> Converter:
     """Build the converter that sends each selected entry as one of a few levels."""
     return M22(*_selection(v), int(v["bits"]), int(v["m"]), str(v["positions"]))
+
+
+def build_sparseloco(v: Values) -> Converter:
+    """Build the converter that sends the largest entries of every chunk."""
+    return SparseLoCo(int(v["k"]), int(v["chunk"]), int(v["bits"]), str(v["positions"]))

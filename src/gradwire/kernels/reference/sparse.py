@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["Selection", "mean_magnitude", "scatter", "select"]
+__all__ = ["Selection", "largest_of_chunks", "mean_magnitude", "scatter", "select"]
 
+LOOKED_AT_TOGETHER = 1 << 20  # entries, by `largest_of_chunks`
 Selection = tuple[int, torch.Tensor, torch.Tensor]  # see `select`
 
 
@@ -44,6 +45,35 @@ def _largest(
         order = torch.sort(magnitudes, descending=True, stable=True).indices  # stable: the lowest positions first
         positions = positions[order[:count]].sort().values
     return positions, u[positions]
+
+
+def largest_of_chunks(u: torch.Tensor, chunk: int, count: int) -> torch.Tensor:
+    """Return the positions (int64, ascending) of the `count` largest magnitudes of every `chunk` consecutive entries.
+
+    Zeros are never among them, and of equal magnitudes those at the lowest positions come first. The last chunk may be
+    shorter. At most a million entries are looked at together, so that little memory is taken.
+    """
+    at_once = max(1, LOOKED_AT_TOGETHER // chunk) * chunk
+    found = [
+        start + _largest_of_rows(u[start : start + at_once], chunk, count) for start in range(0, u.numel(), at_once)
+    ]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=u.device)
+
+
+def _largest_of_rows(u: torch.Tensor, chunk: int, count: int) -> torch.Tensor:
+    whole = u.numel() // chunk * chunk
+    found = []
+    for start, entries, length in ((0, u[:whole], chunk), (whole, u[whole:], u.numel() - whole)):
+        if entries.numel():
+            # Magnitude first, then the lowest position: no two keys are equal.
+            bits = entries.abs().view(torch.int32).view(-1, length).long()
+            keys = bits * length + torch.arange(length - 1, -1, -1, device=u.device)
+            best = keys.topk(min(count, length), dim=1, sorted=False).values
+            columns = (length - 1 - best % length).masked_fill(best < length, length)  # of zeros: beyond the row
+            columns = columns.sort(dim=1).values
+            rows = torch.arange(start, start + entries.numel(), length, device=u.device)[:, None]
+            found.append((rows + columns)[columns < length])
+    return torch.cat(found)
 
 
 def mean_magnitude(values: torch.Tensor) -> float:
