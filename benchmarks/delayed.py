@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from delayed_rivals import SparseLoCo
 from torch import nn
 
+from delayed_rivals import SparseLoCo
 from gradwire.aggregate.messages.message_coder import MessageCoder
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
@@ -82,7 +82,7 @@ class Delayed:
     exchange: Callable[[str, Mapping[str, torch.Tensor], int], Exchange] = field(default=Coders)
 
 
-SPARSE = "m22:p=0.0156,m=0,decay=0.95"
+SPARSE = "sparseloco"
 # Settings as the authors recommend them: DiLoCo and Streaming DiLoCo an outer Nesterov of 0.7 and 0.9, the latter 4-bit
 # floats with 3 bits of exponent and α = 0.5; SparseLoCo an outer step of 1, 64 of 4096, 2 bits, memory 0.95.
 ROWS = {
@@ -94,6 +94,7 @@ ROWS = {
     "diloco structured": Delayed("structured", nesterov),
     "sparse": Delayed(SPARSE),
     "streaming diloco co3": Delayed("co3", nesterov, 3, 5),
+    "streaming diloco co3, mixed": Delayed("co3", nesterov, 3, 5, 0.5),
     "streaming sparse": Delayed(SPARSE, parts=3, overlap=5),
 }
 

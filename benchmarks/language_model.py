@@ -1,12 +1,18 @@
-"""A small GPT under AdamW: what each recipe costs in loss, and how many bits it sends for a parameter in a step.
+"""A GPT under AdamW: what each way to exchange costs in loss, and how many bits it sends for a parameter.
 
     python benchmarks/language_model.py --runs none co3 ecq structured powersgd:2 --seeds 0 1
+    python benchmarks/language_model.py --delayed --lrs 1e-3 2e-3 --json results.jsonl --plot plot.png
+    python benchmarks/language_model.py --delayed --size 10m --device cuda --workers 8 --batch 16 --steps 1500
 
-Workers are simulated in one process; their gradients travel as real frames, with error memories, and all that counts
-as a byte is in a frame. The text is the source of Python's own standard library, as bytes; a tenth of the files are
-held out. `powersgd:R` is PowerSGD of rank R (arXiv 1905.13727), with error feedback and warm start, matrices alone; its
-factors count in fp32, as PyTorch's hook sends them. The default model has 0.8 million parameters and takes some
-minutes for a run on two cores; `--width 384 --layers 6 --context 256 --device cuda` has 10.7 million.
+Workers are simulated in one process; what they exchange travels as real frames, with error memories, and all that
+counts as a byte is in a frame. A run is a recipe, whose gradients are averaged in every step, or a delayed method: one
+of the rows in `delayed.py` (DiLoCo, Streaming DiLoCo, SparseLoCo and ours), `every:SPEC` for the plain mean of updates
+of `--every` steps, or `outer:SPEC` with DiLoCo's outer optimizer. The text is the source of Python's own standard
+library, as bytes; a tenth of the files are held out. `powersgd:R` is PowerSGD of rank R (arXiv 1905.13727), with error
+feedback and warm start, matrices alone; its factors count in fp32, as PyTorch's hook sends them.
+
+With `--json`, runs that the file has already are not made again, so that a stopped command goes on. The default model
+has 0.8 million parameters and takes some minutes for a run on two cores.
 """
 
 from __future__ import annotations
@@ -15,20 +21,24 @@ import argparse
 import glob
 import json
 import math
-import statistics
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from delayed import Delayed, DelayedWorkers, row
 from rich.progress import Progress
 from torch import nn
 from torch.nn import functional
 
 import gradwire
+from delayed import ROWS, Delayed, DelayedWorkers, row
 from gradwire.aggregate.messages.frame_coding import frame_seed
+from language_model_report import plot, read, table
 
+# Width, layers and context; 10.8 million parameters are the largest.
+SIZES = {"tiny": (64, 2, 64), "1m": (128, 4, 128), "10m": (384, 6, 256)}
+SETTINGS = ("workers", "steps", "every", "warmup", "batch", "context", "width", "layers")
 SMALL = 4096  # entries: smaller tensors share a frame
 HEAD = 32  # entries of an attention head
 
@@ -145,7 +155,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> dict[str, object]:
+def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     method = row(spec)
     if method is not None:
         return train_delayed(spec, method, seed, o, progress)
@@ -183,7 +193,7 @@ def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> di
             curve.append(round(evaluate(model, held_out, o), 4))
     sent = 32.0 if exchange is None else 8 * exchange.bytes / (o.workers * count * o.steps)
     return {
-        "spec": spec, "seed": seed, "loss": curve[-1], "curve": curve, "bits": sent, "parameters": count,
+        "loss": curve[-1], "curve": curve, "bits": sent, "parameters": count,
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
 
@@ -193,9 +203,7 @@ def rate(step: int, o: argparse.Namespace) -> float:
     return min(1.0, (step + 1) / o.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / o.steps))
 
 
-def train_delayed(
-    spec: str, method: Delayed, seed: int, o: argparse.Namespace, progress: Progress
-) -> dict[str, object]:
+def train_delayed(spec: str, method: Delayed, seed: int, o: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Train workers that exchange what `o.every` steps have changed; clipping and schedule as in every step."""
     torch.manual_seed(seed)
     training, held_out = text()
@@ -224,7 +232,7 @@ def train_delayed(
                     p.copy_(workers.common[name])
             curve.append(round(evaluate(model, held_out, o), 4))
     return {
-        "spec": spec, "seed": seed, "loss": curve[-1], "curve": curve,
+        "loss": curve[-1], "curve": curve,
         "bits": workers.bits / (o.workers * count * o.steps), "parameters": count,
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
@@ -240,35 +248,51 @@ def evaluate(model: nn.Module, data: torch.Tensor, o: argparse.Namespace) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["none", "co3", "ecq", "structured", "powersgd:2"])
+    parser.add_argument("--delayed", action="store_true", help="run `none` and all delayed methods")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3], help="learning rates to try with every run")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=30, help="steps between exchanges of delayed methods")
     parser.add_argument("--warmup", type=int, default=25)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a worker in a step")
+    parser.add_argument("--size", choices=SIZES, help="in place of the next three")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="a file of JSON lines that results are added to")
+    parser.add_argument("--plot", type=Path, help="a file for a plot of loss over bits")
     o = parser.parse_args()
+    if o.size:
+        o.width, o.layers, o.context = SIZES[o.size]
+    runs = ["none", *ROWS] if o.delayed else o.runs
+    known = read(o.json) if o.json else []
     results = []
     with Progress() as progress:
         for seed in o.seeds:
-            for spec in o.runs:
-                result = train(spec, seed, o, progress)
-                results.append(result)
-                if o.json:
-                    with o.json.open("a") as file:
-                        file.write(json.dumps(result) + "\n")
-    print(f"{results[0]['parameters']:,} parameters, {o.workers} workers, {o.steps} steps of AdamW\n")
-    print("| recipe | held-out loss, mean of seeds | of each seed | bits a parameter and step |\n|---|---|---|---|")
-    for spec in o.runs:
-        of_spec = [r for r in results if r["spec"] == spec]
-        losses = [r["loss"] for r in of_spec]
-        bits = statistics.mean(r["bits"] for r in of_spec)
-        print(f"| {spec} | {statistics.mean(losses):.3f} | {', '.join(f'{x:.3f}' for x in losses)} | {bits:.3f} |")
+            for spec in runs:
+                for lr in o.lrs:
+                    results.append(result_of(spec, seed, lr, o, known, progress))
+    print(table(results))
+    if o.plot:
+        plot(results, o.plot)
+
+
+def result_of(
+    spec: str, seed: int, lr: float, o: argparse.Namespace, known: list[dict[str, Any]], progress: Progress
+) -> dict[str, Any]:
+    """A run's result: from the file, if it is there, or by making it."""
+    what = {"spec": spec, "seed": seed, "lr": lr, "settings": {key: getattr(o, key) for key in SETTINGS}}
+    for result in known:
+        if {key: result.get(key) for key in what} == what:
+            return result
+    o.lr = lr
+    result = {**what, "delayed": row(spec) is not None, **train(spec, seed, o, progress)}
+    if o.json:
+        with o.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+    return result
 
 
 if __name__ == "__main__":

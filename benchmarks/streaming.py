@@ -4,9 +4,9 @@
 
 Two ranks, each a host of its own whose link is shaped in both directions (benchmarks/hosts.py: Linux, root, iproute2),
 train a small GPT with AdamW on the sources of Python's standard library, one thread each. Every contestant has
-processes of its own, and they take turns of one round (`--every` steps) each, so that all of them meet the same noise of
-the machine. "compute only" is the same training without any exchange. A turn begins behind the last step at which a mean
-is due, so that all that a round sends is sent and waited for within it. Times are of whole turns, over the number of
+processes of its own, and they take turns of one round (`--every` steps), so that all meet the same noise of the
+machine. "compute only" is the same training without any exchange. A turn begins behind the last step at which a mean is
+due, so that all that a round sends is sent and waited for within it. Times are of whole turns, over the number of
 steps; the ratio is the median over turns of a turn's time over that of "compute only" in the same round. The loss is on
 held-out text, of the parameters that the ranks share at the end. Some four minutes on two quiet cores.
 """
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from crews import Crew
-from hosts import Hosts, counters
-from language_model import GPT, batch, evaluate, loss_of, text
 from torch import nn
 
 import gradwire
+from crews import Crew
+from hosts import Hosts, counters
+from language_model import GPT, batch, evaluate, loss_of, text
 
 COMPUTE = "compute only"
 FIRST_PORT = 29900
@@ -137,7 +137,9 @@ def summary(
 
 
 def show(result: dict[str, Any], o: argparse.Namespace) -> None:
-    print(f"\n{result['parameters']:,} parameters, 2 ranks, {o.rate}, exchange every {o.every} steps, {o.rounds} rounds")
+    print(
+        f"\n{result['parameters']:,} parameters, 2 ranks, {o.rate}, exchange every {o.every} steps, {o.rounds} rounds"
+    )
     print("\n| | ms a step | over compute | ms waited a step | CPU ms a step | kB a round | held-out loss |")
     print("|---|---|---|---|---|---|---|")
     for row in result["rows"]:

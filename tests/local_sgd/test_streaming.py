@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import signal
 import time
@@ -56,7 +57,7 @@ def test_every_part_has_its_turn_once_in_a_round(parts: int, every: int) -> None
     for part in range(parts):
         at = [step for step, other in seen if other == part]
         assert at[1] - at[0] == at[2] - at[1] == every
-    assert min(b - a for (a, _), (b, _) in zip(seen, seen[1:], strict=False)) >= turns.least_gap(every)
+    assert min(b - a for (a, _), (b, _) in itertools.pairwise(seen)) >= turns.least_gap(every)
 
 
 def test_a_turn_that_is_taken_back_counts_all_steps() -> None:

@@ -178,8 +178,8 @@ _SPARSE = [
     Entry("sbc3-paper", "sbc3 as the paper has it: to compare with", _SBC, build_sbc,
           sparse_parameters(sync_every="100", small="same")),
     Entry(
-        "sparseloco", "the 3 largest of every 256 entries of the update of thirty steps, two bits each: large models "
-        "and Adam over the thinnest links; no outer optimizer, which the memory stands for",
+        "sparseloco", "the 3 largest of every 256 entries of the update of thirty steps, with signs and one magnitude: "
+        "large models and Adam over the thinnest links; its memory stands for an outer optimizer",
         "SparseLoCo, arXiv 2508.15706", build_sparseloco, SPARSELOCO_PARAMETERS,
     ),
     Entry(

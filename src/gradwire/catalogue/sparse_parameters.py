@@ -60,7 +60,7 @@ def sparse_parameters(**defaults: str) -> dict[str, Parameter]:
 SPARSELOCO_PARAMETERS = {
     "k": Parameter("3", whole(1, LARGEST_CHUNK)),
     "chunk": Parameter("256", whole(2, LARGEST_CHUNK)),
-    "bits": Parameter("2", whole(1, MOST_BITS)),
+    "bits": Parameter("1", whole(1, MOST_BITS)),
     "positions": Parameter("auto", one_of(*positions.WAYS)),
     "decay": decay("0.95"),
     "small": corrector("ecq", one_of(*_RECIPES_OF_SMALL_TENSORS)),

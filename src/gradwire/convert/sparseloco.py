@@ -1,8 +1,8 @@
 """SparseLoCo's form (arXiv 2508.15706): the k largest magnitudes of every chunk, each as one of 2^bits levels.
 
 The paper sends the 64 largest of 4096 entries. A chunk makes sure that no region of a tensor waits until its entries
-are among the largest of all, and smaller chunks do that better: with 3 of 256, fewer entries lead to the same loss
-(docs/sparse.md). Positions and levels are those of M22 with m = 0, whose levels are the means of the entries in their
+are among the largest of all, and smaller chunks do that better: with 3 of 256 and one magnitude, fewer bits lead to
+the same loss (docs/sparse.md). Positions and levels are those of M22 with m = 0, whose levels are the means of the entries in their
 cells, and entropy-coded; so frames are the usual sparse ones, and do not tell that entries were chosen by chunks.
 """
 
@@ -23,7 +23,7 @@ class SparseLoCo(M22):
 
     families = ("quantize", "sparse", "positions")
 
-    def __init__(self, k: int = 3, chunk: int = 256, bits: int = 2, positions: str = "auto"):
+    def __init__(self, k: int = 3, chunk: int = 256, bits: int = 1, positions: str = "auto"):
         if not 1 <= k < chunk <= LARGEST_CHUNK:
             raise SpecError(f"k={k} of chunk={chunk}: a chunk has up to {LARGEST_CHUNK} entries, and k are fewer")
         super().__init__(p=k / chunk, bits=bits, m=0, positions=positions)

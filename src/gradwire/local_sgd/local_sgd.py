@@ -291,9 +291,7 @@ class LocalSGD:
         start = {name: e.clone() for name, e in entries.items()} if overlap else {}
         updates = {name: _difference(e, self._beginning(name)) for name, e in entries.items()}
         with self._undone_on_failure():
-            sync = self._connected().start(
-                number, updates, self.steps, send=send, left=left, with_buffers=with_buffers
-            )
+            sync = self._connected().start(number, updates, self.steps, send=send, left=left, with_buffers=with_buffers)
         self._under_way = ExchangeUnderWay(number, self.steps + overlap, start, sync)
 
     @torch.no_grad()
@@ -302,9 +300,7 @@ class LocalSGD:
         rest = [name for name, entries in self._entries().items() if self._has_rest(name, entries.numel())]
         updates = {name: _difference(e, self._common.tensors[name]) for name, e in self._entries_of(rest).items()}
         with self._undone_on_failure():
-            sync = self._connected().start(
-                0, updates, self.steps, send=True, left=True, with_buffers=True, last=True
-            )
+            sync = self._connected().start(0, updates, self.steps, send=True, left=True, with_buffers=True, last=True)
         self._under_way = ExchangeUnderWay(0, self.steps, {}, sync)
         self._await()
         self._under_way = None

@@ -14,6 +14,7 @@ from gradwire.catalogue.recipe import Recipe
 from gradwire.catalogue.spec import Values
 from gradwire.catalogue.spec_by_name import SMALL
 from gradwire.convert.sparse import Sparse
+from gradwire.convert.sparseloco import LARGEST_CHUNK
 from gradwire.errors import SpecError
 
 FIXED_LEVELS = ("bingrad", "signsgd", "terngrad")  # nothing about them can be made coarser
@@ -31,7 +32,9 @@ def is_sparse(chosen: Recipe) -> bool:
 def sparser(chosen: Recipe, part: float, steps: int) -> str:
     """Return the recipe with only this part of the entries that it would send after so many steps of its warm-up."""
     changes: Values = {}
-    if chosen.values.get("k", "none") != "none":
+    if "chunk" in chosen.values:
+        changes["chunk"] = min(LARGEST_CHUNK, math.ceil(float(chosen.values["chunk"]) / part))
+    elif chosen.values.get("k", "none") != "none":
         changes["k"] = max(1, int(float(chosen.values["k"]) * part))
     else:
         now = chosen.at(steps).converter
