@@ -98,6 +98,21 @@ def groups_of_models_that_are_collected(rank: int) -> None:
         assert groups() == before, groups()
 
 
+def groups_of_ranks_that_disagree_are_given_back(rank: int) -> None:
+    """Every try made another one, with its sockets and threads."""
+    before, spec = groups(), "ecq" if rank == 1 else "co3"
+    for _ in range(2):
+        model = DistributedDataParallel(Layers(2))
+        for attach in (gradwire.ddp.attach, lambda model, spec: gradwire.DataParallel(model.module, spec)):
+            with pytest.raises(gradwire.AggregateError, match="rank 1 has spec ecq"):
+                attach(model, spec)
+            assert groups() == before, groups()
+    handle = gradwire.ddp.attach(model, "co3")  # the same model can be attached after all
+    step(model, rank)
+    handle.detach()
+    assert groups() == before, groups()
+
+
 def group_of_one_rank_is_given_back(rank: int) -> None:
     """Hybrid sharding needs one."""
     from torch.distributed.fsdp import fully_shard
@@ -115,7 +130,7 @@ def group_of_one_rank_is_given_back(rank: int) -> None:
 
 
 SCENARIOS = [attached_by_ranks_with_different_groups, groups_of_the_training_keep_their_names, groups_are_given_back,
-             groups_of_models_that_are_collected]  # fmt: skip
+             groups_of_models_that_are_collected, groups_of_ranks_that_disagree_are_given_back]  # fmt: skip
 SCENARIOS += [group_of_one_rank_is_given_back] if HAS_FSDP2 else []
 
 

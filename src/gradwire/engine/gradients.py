@@ -169,15 +169,21 @@ class Gradients:
         By default that makes a process group of our own beside the training's; a `link` can be given in its place.
         """
         if self._exchange is None:
-            self._exchange = self._connected(link)
+            self._link = link or Link.beside(self._group, self.options.timeout)
+            try:
+                self._exchange = self._connected(self._link)
+            except BaseException:
+                if link is None:
+                    _close_if_idle(self._link)
+                self._link = None
+                raise
             weakref.finalize(self, self._exchange.close)
             if link is None:
                 give_back = weakref.finalize(self, _give_back, self._exchange, self._links())
                 give_back.atexit = False  # torch ends all groups then
 
-    def _connected(self, link: Link | None) -> GradientExchange:
-        options = self.options
-        self._link = link = link or Link.beside(self._group, options.timeout)
+    def _connected(self, link: Link) -> GradientExchange:
+        options, of_all = self.options, link
         link.agree({"spec": self._spec_text, "aggregate": options.aggregate}, self._tensors)
         host = None
         if options.aggregate == HIERARCHICAL:
@@ -194,14 +200,14 @@ class Gradients:
             sums,
             None if options.grad_scaler is None else options.grad_scaler.get_scale,
         )
-        answers = self._link.gather_short(bytes([self._on_gpu, self._can_go_unattended(link)]))
+        answers = of_all.gather_short(bytes([self._on_gpu, self._can_go_unattended(link)]))
         if all(answer[0] for answer in answers):
             exchange.use_long_messages()
         if all(answer[1] for answer in answers):
             exchange.wait_for_nothing()
         is_open &= not self.recipes.sums_all
-        self._tuner = Tuner(self._link, exchange, self._target_error, is_open)
-        self._plain_step = PlainStep(self._link, exchange)
+        self._tuner = Tuner(of_all, exchange, self._target_error, is_open)
+        self._plain_step = PlainStep(of_all, exchange)
         return exchange
 
     def _can_go_unattended(self, link: Link) -> bool:
@@ -466,6 +472,12 @@ def _give_back(exchange: GradientExchange, links: list[Link]) -> None:
     for link in links:
         if not link.takes_gpu:
             link.close()
+
+
+def _close_if_idle(link: Link) -> None:
+    """Give back the group of a connection that has failed, unless that would wait for other ranks."""
+    if not link.takes_gpu and not link.waits_for_peers:
+        link.close()
 
 
 def _by_host(link: Link) -> tuple[Link, Link]:
