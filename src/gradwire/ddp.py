@@ -59,6 +59,8 @@ class State(Gradients):
         memory: str = "fp32",
     ):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
+        if inner is not None and not isinstance(inner, torch.nn.Module):
+            raise GradwireError(f"model must be a torch.nn.Module, got {type(inner).__name__}")
         parameters = None if inner is None else named_parameters(inner)
         options = Options(optimizer, grad_scaler, aggregate, timeout, aggregator, aggregator_fallback, memory)
         # If no rank has used a parameter, DDP does not write its mean back: ranks have to say which ones they have.

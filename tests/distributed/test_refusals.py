@@ -67,3 +67,8 @@ def test_what_is_no_process_group_is_refused_in_words(group: object) -> None:
     """torch gives the last one to ranks that are not in a new group."""
     with pytest.raises(gradwire.AggregateError, match="no process group that this rank is in"):
         gradwire.DataParallel(nn.Linear(3, 3), "co3", process_group=group)  # type: ignore[arg-type]
+
+
+def test_a_state_of_what_is_no_model_is_refused_in_words() -> None:
+    with pytest.raises(gradwire.GradwireError, match=r"model must be a torch\.nn\.Module, got list"):
+        gradwire.ddp.State("co3", [nn.Linear(3, 3)])  # type: ignore[arg-type]

@@ -50,6 +50,12 @@ def test_only_strategies_can_be_compressed(strategy: Any) -> None:
         flower.Compressed(strategy)
 
 
+def test_a_folder_is_a_path() -> None:
+    """Not found out by every client in every round."""
+    with pytest.raises(SpecError, match="folder is the path of a folder for the error memory, not 5"):
+        flower.compress("co3", folder=5)  # type: ignore[arg-type]
+
+
 def test_once_is_enough() -> None:
     with pytest.raises(SpecError, match="already"):
         flower.Compressed(flower.Compressed(FedAvg()))

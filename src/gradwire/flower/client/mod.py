@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import zlib
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.supercore import log
 
 from gradwire.catalogue.spec_by_name import Recipes, Spec, idle_patterns, parse_spec
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, SpecError
 from gradwire.flower.client import byte_budget, model_changes
 from gradwire.flower.client.client_memory import ClientMemory, usable
 from gradwire.flower.client.instructed_spec import spec_for
@@ -53,6 +54,8 @@ def compress(recipe: Spec = "co3", *, folder: str | Path | None = None, budget: 
     of bytes that a reply may take; `upload-budget` in a node's config sets the budget of this node. See docs/flower.md.
     """
     parse_spec(recipe)  # a SpecError now rather than in the first round
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise SpecError(f"folder is the path of a folder for the error memory, not {folder!r}")
     return CompressMod(recipe, folder, None if budget is None else byte_budget.parse_bytes(budget))
 
 
