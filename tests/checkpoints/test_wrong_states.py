@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,7 +306,20 @@ def on_one_rank(call: str, wrapper: str, caller: int, rank: int) -> None:
         check_raises(AggregateError, call, lambda: run.train(1))
 
 
+def the_others_are_busy(rank: int) -> None:
+    """They neither come nor exchange anything, so that it is the timeout of the handle that ends the call."""
+    run = Run("ddp", "co3", timeout=1).train(2)
+    dist.barrier()
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(AggregateError, match=r"not all ranks have come to handle\.all_ranks.* within 1 s: rank 1"):
+            run.handle.all_ranks.state_dict()
+        assert time.monotonic() - began < 15
+    dist.barrier()  # of the training's group, which waits for a minute
+
+
 SCENARIOS = {
+    "the others are busy": the_others_are_busy,
     "all_ranks": functools.partial(on_one_rank, "all_ranks", "ddp", 0),
     "all_ranks, not on rank 0": functools.partial(on_one_rank, "all_ranks", "ddp", 1),
     "dcp": functools.partial(on_one_rank, "dcp.shard", "data_parallel", 0),

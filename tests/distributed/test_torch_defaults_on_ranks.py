@@ -20,7 +20,8 @@ from support.ranks import Tensors, be_quiet, cpu_mesh, digest
 from support.torch_settings import SETTINGS, forget
 
 WORLD = 2
-TRAINING = [name for name in SETTINGS if name != "inference"]
+NOT_IN_TRAINING = {"inference", "autocast"}  # no backward pass is possible; the model itself is another
+TRAINING = [name for name in SETTINGS if name not in NOT_IN_TRAINING]
 QUICK = {"ddp: co3", "ddp: qsgd"}
 
 

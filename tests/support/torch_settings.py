@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import numpy as np
 import torch
 
 
@@ -37,12 +38,21 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def numpys_errors() -> Iterator[None]:
+    """What overflows, underflows or is divided by zero raises: programs that look for a NaN ask numpy for it."""
+    with np.errstate(all="raise"):
+        yield
+
+
 SETTINGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "meta": lambda: default_device("meta"),
     "deterministic": deterministic,
     "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "numpy's errors": numpys_errors,
 }
 
 
