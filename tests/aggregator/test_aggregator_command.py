@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -34,10 +37,25 @@ def test_a_signal_as_soon_as_it_says_that_it_listens(number: signal.Signals, tmp
     assert in_a_child(check)
 
 
+def test_figures_that_do_not_fit_leave_those_before(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    figures.write_text("before")
+
+    def check() -> None:
+        command._serve = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        output = contextlib.redirect_stdout(io.StringIO())  # not to a file, which would not grow, either
+        with pytest.raises(GradwireError, match=r"cannot write .*figures\.json: File too large"), output:
+            command.aggregator(bind="127.0.0.1:0", json=figures)
+        assert figures.read_text() == "before"
+
+    assert in_a_child(check)
+
+
 def test_mistakes_are_found_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_serve", lambda *_: pytest.fail("it serves"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(GradwireError, match=r"cannot write .*No such file or directory"):
+    with pytest.raises(GradwireError, match=r"--json .*: give a file in a folder that exists"):
         command.aggregator(bind="127.0.0.1:0", json=tmp_path / "nowhere" / "figures.json")
     with pytest.raises(SpecError, match=r"--bind '127\.0\.0\.1': it is HOST:PORT"):
         command.aggregator(bind="127.0.0.1")

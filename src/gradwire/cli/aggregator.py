@@ -18,6 +18,8 @@ from gradwire.aggregator.addresses import Address
 from gradwire.aggregator.engine import Engine
 from gradwire.aggregator.jobs import Limits
 from gradwire.aggregator.server import Server
+from gradwire.cli.options import writable
+from gradwire.cli.written_file import write_file
 from gradwire.errors import GradwireError, SpecError
 
 COUNTERS_SHOWN = {
@@ -66,8 +68,7 @@ def aggregator(
     `(umask 077; openssl rand -hex 16 > key); gradwire aggregator --bind 10.0.0.1:9999 --key-file key`
     """
     console = Console()
-    if json is not None:
-        _write(json, "a", "")  # rather now than after a day: can it be written at all?
+    writable(json, "--json")  # rather now than after a day
     key, fresh = _key(key_file)
     listen_at = addresses.resolve(addresses.split(bind, "--bind"), "--bind")
     data_engine = _make_engine(engine, listen_at, interface or [])
@@ -88,15 +89,8 @@ def aggregator(
         server.shut()
     console.print(_closing_table(figures))
     if json is not None:
-        _write(json, "w", json_module.dumps(figures, indent=1) + "\n")
-
-
-def _write(path: Path, mode: str, text: str) -> None:
-    try:
-        with path.open(mode) as file:
-            file.write(text)
-    except OSError as error:
-        raise GradwireError(f"cannot write {path}: {error.strerror}") from None
+        text = json_module.dumps(figures, indent=1) + "\n"
+        write_file(json, lambda file: file.write(text.encode()))
 
 
 def _key(file: Path | None) -> tuple[bytes, bool]:
