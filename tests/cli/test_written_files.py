@@ -22,9 +22,9 @@ from gradwire.cli.report import write_json
 from gradwire.cli.worker import _report_failure
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Let no file grow beyond ten bytes: writing fails as on a full disk."""
+    """Let no file grow beyond ten bytes: writing fails as on a full disk. Not even that which pytest may write to."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
@@ -35,25 +35,23 @@ def small_files() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_figures_that_do_not_fit_leave_those_before(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_figures_that_do_not_fit_leave_those_before(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     write_json(path, {"run": "before"})
-    request.getfixturevalue("small_files")
-    with pytest.raises(GradwireError, match=r"cannot write .*figures\.json: File too large"):
+    with pytest.raises(GradwireError, match=r"cannot write .*figures\.json: File too large"), small_files():
         write_json(path, {"run": "after"})
     assert json.loads(path.read_text()) == {"run": "before"}
     assert os.listdir(tmp_path) == ["figures.json"]
 
 
-def test_what_inspect_cannot_write_leaves_what_was_there(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_what_inspect_cannot_write_leaves_what_was_there(tmp_path: Path) -> None:
     tensors, figures, picture = tmp_path / "a.npz", tmp_path / "figures.json", tmp_path / "fits.png"
     np.savez(tensors, a=np.random.default_rng(0).normal(size=1000))
     for file in (figures, picture):
         file.write_text("before")
-    request.getfixturevalue("small_files")
     for option, file in (("--json", figures), ("--plot", picture)):
         output = contextlib.redirect_stdout(io.StringIO())  # not to a file, which would not grow, either
-        with pytest.raises(SystemExit, match=rf"^error: cannot write {file}: File too large$"), output:
+        with pytest.raises(SystemExit, match=rf"^error: cannot write {file}: File too large$"), output, small_files():
             main(["inspect", str(tensors), option, str(file)])
         assert file.read_text() == "before"
     assert sorted(os.listdir(tmp_path)) == ["a.npz", "figures.json", "fits.png"]
