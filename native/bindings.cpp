@@ -147,6 +147,51 @@ bool rans_dequantize(Bytes body, Ints lengths, Ints frequencies, int precision, 
                            [&](size_t i) { return Target{nullptr, values.data(), out.data() + i, onto.data() + i}; });
 }
 
+std::vector<Quantizer> quantizers_of(const std::vector<float>& steps, nb::tuple fmt, Floats values) {
+    std::vector<Quantizer> result;
+    for (float step : steps) result.push_back(make_quantizer(fmt, 0, step, values, std::nullopt));
+    return result;
+}
+
+double squared_error(const Quantizer& q, float step, const float* u, size_t n) {
+    return kernels().squared_error(q, u, n) * double(step) * double(step);
+}
+
+std::vector<double> squared_errors(Floats u, std::vector<float> steps, nb::tuple fmt, Floats values) {
+    const std::vector<Quantizer> quantizers = quantizers_of(steps, fmt, values);
+    nb::gil_scoped_release release;
+    std::vector<double> errors;
+    for (size_t i = 0; i < steps.size(); i++)
+        errors.push_back(squared_error(quantizers[i], steps[i], u.data(), u.size()));
+    return errors;
+}
+
+// Which of the other steps is clearly better for the entries that are not zero, or -1: `scanned` of them propose one.
+int better_step(Floats u, float step, std::vector<float> others, size_t scanned, double clearly, nb::tuple fmt,
+                Floats values) {
+    require(!others.empty() && scanned, "nothing to compare");
+    const std::vector<Quantizer> quantizers = quantizers_of(others, fmt, values);
+    const Quantizer own = make_quantizer(fmt, 0, step, values, std::nullopt);
+    nb::gil_scoped_release release;
+    std::vector<float> entries(u.size()), some;
+    size_t n = 0;
+    for (size_t i = 0; i < u.size(); i++) {
+        entries[n] = u.data()[i];
+        n += u.data()[i] != 0;
+    }
+    const size_t every = std::max<size_t>(1, n / scanned);
+    for (size_t i = 0; i < n; i += every) some.push_back(entries[i]);
+    int best = 0;
+    double least = 0;
+    for (size_t i = 0; i < others.size(); i++) {
+        const double error = squared_error(quantizers[i], others[i], some.data(), some.size());
+        if (!i || error < least) least = error, best = int(i);
+    }
+    const double error = squared_error(own, step, entries.data(), n);
+    return squared_error(quantizers[size_t(best)], others[size_t(best)], entries.data(), n) < error * clearly ? best
+                                                                                                              : -1;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -194,16 +239,8 @@ NB_MODULE(_native, m) {
         sample(gradient.data(), memory ? memory->data() : nullptr, decay, gradient.size(), runs, length, out.data());
     }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"),
           nb::arg("out"));
-    m.def("squared_errors", [](Floats u, std::vector<float> steps, nb::tuple fmt, Floats values) {
-        std::vector<Quantizer> quantizers;
-        for (float step : steps) quantizers.push_back(make_quantizer(fmt, 0, step, values, std::nullopt));
-        nb::gil_scoped_release release;
-        std::vector<double> errors;
-        for (size_t i = 0; i < steps.size(); i++)
-            errors.push_back(kernels().squared_error(quantizers[i], u.data(), u.size()) * double(steps[i]) *
-                             double(steps[i]));
-        return errors;
-    });
+    m.def("squared_errors", &squared_errors);
+    m.def("better_step", &better_step);
     m.def("quantize", &quantize_entries, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("seed").none(),
           nb::arg("symbols"), nb::arg("threads") = 1);
@@ -226,6 +263,11 @@ NB_MODULE(_native, m) {
         require(width >= 1 && width <= 8 && data.size() == (symbols.size() * width + 7) / 8, "wrong size");
         nb::gil_scoped_release release;
         return unpack_bits(data.data(), symbols.size(), width, limit, symbols.data(), threads);
+    });
+    m.def("huffman_lengths", [](Ints frequencies, BytesOut lengths) {
+        require(lengths.size() == frequencies.size() && lengths.size() <= kMaxSymbols, "wrong size");
+        nb::gil_scoped_release release;
+        huffman_lengths(frequencies.data(), int(frequencies.size()), lengths.data());
     });
     m.def("huffman_encode", [](Bytes symbols, Bytes lengths, Codes codes, BytesOut out) {
         require(lengths.size() == codes.size() && lengths.size() <= kMaxSymbols, "bad code");

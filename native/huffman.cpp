@@ -4,12 +4,53 @@
 // - A code is found by the bits that come next, so each look at the table waits for the one before. With two symbols to
 //   a look, and four looks at the same eight bytes, that is a nanosecond a symbol.
 // - Data may be damaged: bits without a code, codes behind the end, and padding that is not zero are all refused.
+#include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
 
 namespace gradwire {
+
+namespace {
+
+// How often each symbol's leaf is in a package, and its weight.
+struct Package {
+    int64_t weight;
+    std::vector<uint8_t> leaves;
+};
+
+}  // namespace
+
+void huffman_lengths(const int64_t* frequencies, int symbols, uint8_t* lengths) {
+    constexpr int kRounds = 15;  // the longest code
+    std::vector<int> order;
+    for (int s = 0; s < symbols; s++)
+        if (frequencies[s]) order.push_back(s);
+    const auto lighter = [&](int a, int b) { return frequencies[a] < frequencies[b]; };
+    std::stable_sort(order.begin(), order.end(), lighter);
+    std::vector<Package> leaves, packages;
+    for (int s : order) {
+        leaves.push_back({frequencies[s], std::vector<uint8_t>(size_t(symbols))});
+        leaves.back().leaves[size_t(s)] = 1;
+    }
+    for (int round = 0; round < kRounds; round++) {
+        std::vector<Package> merged(leaves), pairs;
+        merged.insert(merged.end(), packages.begin(), packages.end());
+        std::stable_sort(merged.begin(), merged.end(),
+                         [](const Package& a, const Package& b) { return a.weight < b.weight; });
+        for (size_t i = 0; i + 1 < merged.size(); i += 2) {
+            pairs.push_back(std::move(merged[i]));
+            pairs.back().weight += merged[i + 1].weight;
+            for (size_t s = 0; s < size_t(symbols); s++) pairs.back().leaves[s] += merged[i + 1].leaves[s];
+        }
+        packages.swap(pairs);
+    }
+    for (int s = 0; s < symbols; s++) lengths[s] = 0;
+    for (size_t i = 0; i + 1 < leaves.size(); i++)
+        for (int s = 0; s < symbols; s++) lengths[s] = uint8_t(lengths[s] + packages[i].leaves[size_t(s)]);
+}
 
 size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, const uint16_t* codes, uint8_t* out) {
     uint8_t* p = out;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from gradwire import kernels
@@ -13,32 +11,12 @@ from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader
 from gradwire.models.symbol_statistics import AnyAlphabet
 
-LIMIT = 15  # bits
-
-
-@lru_cache(maxsize=256)
-def _lengths(frequencies: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the length of each symbol's code, by package-merge.
-
-    A leaf is a symbol with its frequency. In each of LIMIT rounds, the packages of the round before and all leaves are
-    sorted by weight and joined in pairs, which are the packages of this round. A symbol's code has one bit for every
-    time that its leaf is in one of the n−1 lightest packages of the last round, for n leaves.
-    """
-    leaves = sorted((f, (s,)) for s, f in enumerate(frequencies) if f)
-    packages: list[tuple[int, tuple[int, ...]]] = []
-    for _ in range(LIMIT):
-        merged = sorted(leaves + packages, key=lambda package: package[0])  # stable: ties stay in order
-        packages = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(merged[::2], merged[1::2], strict=False)]
-    lengths = [0] * len(frequencies)
-    for _, members in packages[: len(leaves) - 1]:
-        for symbol in members:
-            lengths[symbol] += 1
-    return tuple(lengths)
+LIMIT = kernels.HUFFMAN_LIMIT  # bits
 
 
 def code_lengths(frequencies: np.ndarray) -> np.ndarray:
     """Return the bits of each symbol's code, 0 where it has none; at least two symbols must have a frequency."""
-    return np.array(_lengths(tuple(int(f) for f in frequencies)), dtype=np.uint8)
+    return kernels.huffman_lengths(frequencies)
 
 
 def canonical_codes(lengths: np.ndarray) -> np.ndarray:

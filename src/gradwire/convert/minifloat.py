@@ -29,6 +29,7 @@ from gradwire.small_float_formats import PRESETS, SPECIALS, Format
 
 CUSTOM = 255
 SCANNED = 1 << 14  # entries of the sample on which other steps are tried
+NEARBY = np.array([2.0 ** (quarter / 4) for quarter in range(-8, 5) if quarter])  # other steps, in parts of the model's
 CLEARLY = 0.98  # another step is taken if its squared error is below this part of the model's
 
 
@@ -53,21 +54,23 @@ def fit(fmt: Format, sample: torch.Tensor) -> StepFit | None:
     zeros = 1 - nonzero / sample.numel()
     zero_mass = min(gennorm_tables.ZERO_STEPS - 1, round(zeros * gennorm_tables.ZERO_STEPS))
     step = round_step(mean_abs * gennorm_tables.step_over_mean(fmt, index))
-    entries = sample if nonzero == sample.numel() else sample[sample != 0]  # zeros cost no error at any step
-    return StepFit(_try_others(fmt, entries, step), index, zero_mass)
+    return StepFit(_try_others(fmt, sample, step), index, zero_mass)
 
 
-def _try_others(fmt: Format, entries: torch.Tensor, step: float) -> float:
+def _try_others(fmt: Format, sample: torch.Tensor, step: float) -> float:
     """Return a nearby step that is clearly better on the sample than the model's step, or else the model's step.
 
     A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. A part of the sample
     proposes a step and all of it decides, since the part may have missed the outliers that matter.
     """
-    others = [round_step(step * 2.0 ** (quarter / 4)) for quarter in range(-8, 5) if quarter]
-    errors = kernels.squared_errors(entries[:: max(1, entries.numel() // SCANNED)].contiguous(), others, fmt)
-    best = min(range(len(others)), key=errors.__getitem__)
-    error, other_error = kernels.squared_errors(entries, [step, others[best]], fmt)
-    return others[best] if other_error < error * CLEARLY else step
+    others: list[float] = round_steps(step * NEARBY).tolist()
+    return kernels.better_step(sample, step, others, SCANNED, CLEARLY, fmt)
+
+
+def round_steps(steps: np.ndarray) -> np.ndarray:
+    """Return what `round_step` does, of each of these steps."""
+    bits = np.clip(steps, SMALLEST_STEP, LARGEST_STEP).astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
 def round_step(step: float) -> float:

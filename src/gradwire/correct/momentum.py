@@ -60,9 +60,7 @@ class Velocity:
         """Return the velocity that was pushed in this step."""
         return self._pending.get(name)
 
-    def push(
-        self, name: str, gradient: torch.Tensor, factor: Factor, entries: slice | None = None
-    ) -> torch.Tensor:
+    def push(self, name: str, gradient: torch.Tensor, factor: Factor, entries: slice | None = None) -> torch.Tensor:
         """Return what to send, or to step along, in place of the gradient: torch.optim.SGD's arithmetic, in fp32.
 
         With `entries` it is returned for these alone, flat. The first call of a step pushes the whole velocity; those
@@ -152,9 +150,7 @@ def _entries_of_parameter(gradient: torch.Tensor, factor: Factor) -> torch.Tenso
     return factor.parameter.detach().float().to(gradient.device).reshape(-1)
 
 
-def _with_decay(
-    gradient: torch.Tensor, parameter: torch.Tensor | None, part: slice, factor: Factor
-) -> torch.Tensor:
+def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor | None, part: slice, factor: Factor) -> torch.Tensor:
     """Return a part of a gradient, in fp32, with SGD's weight decay."""
     gradient = gradient.float()
     return gradient if parameter is None else gradient.add(parameter[part], alpha=factor.weight_decay)

@@ -11,8 +11,8 @@ from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, as_bytes, as_lengths, flat_fp32
 
 __all__ = [
-    "crc32", "huffman_decode", "huffman_encode", "pack_bits", "rans_decode", "rans_decode_chunk", "rans_dequantize",
-    "rans_encode", "rans_encode_chunk", "unpack_bits",
+    "crc32", "huffman_decode", "huffman_encode", "huffman_lengths", "pack_bits", "rans_decode", "rans_decode_chunk",
+    "rans_dequantize", "rans_encode", "rans_encode_chunk", "unpack_bits",
 ]  # fmt: skip
 
 
@@ -36,6 +36,13 @@ def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndar
     if not _native.unpack_bits(as_bytes(data), width, limit, symbols, torch.get_num_threads()):
         raise FrameError("damaged packed symbols")
     return symbols
+
+
+def huffman_lengths(frequencies: np.ndarray) -> np.ndarray:
+    """Return the bits of each symbol's code."""
+    lengths = np.empty(len(frequencies), dtype=np.uint8)
+    _native.huffman_lengths(np.ascontiguousarray(frequencies, dtype=np.int64), lengths)
+    return lengths
 
 
 def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:

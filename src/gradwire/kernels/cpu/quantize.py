@@ -17,7 +17,17 @@ from gradwire.kernels.reference.coders import chunk_size
 from gradwire.kernels.reference.quantize import RUN, SAMPLE, SAMPLE_RUNS
 from gradwire.small_float_formats import Format
 
-__all__ = ["absmax", "histogram", "moments", "quantize", "quantize_rans", "sample", "squared_errors", "to_symbols"]
+__all__ = [
+    "absmax",
+    "better_step",
+    "histogram",
+    "moments",
+    "quantize",
+    "quantize_rans",
+    "sample",
+    "squared_errors",
+    "to_symbols",
+]
 
 
 def _is_sampled(gradient: torch.Tensor) -> bool:
@@ -67,6 +77,14 @@ def to_symbols(u: torch.Tensor, step: float, fmt: Format, seed: int | None = Non
 def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[float]:
     """Return the squared error for each of these steps."""
     return _native.squared_errors(as_array(u), steps, _format(fmt), as_array(_no_values(fmt.symbols)))
+
+
+@where(flat_fp32)
+def better_step(u: torch.Tensor, step: float, others: list[float], scanned: int, clearly: float, fmt: Format) -> float:
+    """Compare all steps in one call."""
+    values = as_array(_no_values(fmt.symbols))
+    best = _native.better_step(as_array(u), step, others, scanned, clearly, _format(fmt), values)
+    return step if best < 0 else others[best]
 
 
 @where(flat_fp32)

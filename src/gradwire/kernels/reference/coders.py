@@ -13,10 +13,12 @@ import torch
 from gradwire.errors import FrameError
 
 __all__ = [
-    "CHUNK_ALIGN", "chunk_size", "crc32", "huffman_decode", "huffman_encode", "pack_bits", "rans_decode",
-    "rans_decode_chunk", "rans_dequantize", "rans_encode", "rans_encode_chunk", "unpack_bits",
+    "CHUNK_ALIGN", "HUFFMAN_LIMIT", "chunk_size", "crc32", "huffman_decode", "huffman_encode", "huffman_lengths",
+    "pack_bits", "rans_decode", "rans_decode_chunk", "rans_dequantize", "rans_encode", "rans_encode_chunk",
+    "unpack_bits",
 ]  # fmt: skip
 
+HUFFMAN_LIMIT = 15  # bits
 RANS_LOW_BITS, RANS_HIGH_BITS = 14, 22  # states live in [2^14, 2^22)
 CHUNK_ALIGN = 64
 
@@ -41,6 +43,26 @@ def unpack_bits(data: memoryview, count: int, width: int, limit: int) -> np.ndar
     if bits[count * width :].any() or (count and symbols.max() >= limit):
         raise FrameError("damaged packed symbols")
     return symbols
+
+
+def huffman_lengths(frequencies: np.ndarray) -> np.ndarray:
+    """Return the bits of each symbol's code, by package-merge; 0 where it has none.
+
+    A leaf is a symbol with its frequency. In each of 15 rounds, as many as the longest code has bits, the packages of
+    the round before and all leaves are sorted by weight and joined in pairs, which are the packages of this round. A
+    symbol's code has one bit for every time that its leaf is in one of the n−1 lightest packages of the last round, for
+    n leaves.
+    """
+    leaves = sorted((int(f), (s,)) for s, f in enumerate(frequencies) if f)
+    packages: list[tuple[int, tuple[int, ...]]] = []
+    for _ in range(HUFFMAN_LIMIT):
+        merged = sorted(leaves + packages, key=lambda package: package[0])  # stable: ties stay in order
+        packages = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(merged[::2], merged[1::2], strict=False)]
+    lengths = np.zeros(len(frequencies), dtype=np.uint8)
+    for _, members in packages[: len(leaves) - 1]:
+        for symbol in members:
+            lengths[symbol] += 1
+    return lengths
 
 
 def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:

@@ -9,8 +9,8 @@ from gradwire.kernels.reference.generator import mix, uniform
 from gradwire.small_float_formats import Format
 
 __all__ = [
-    "FLOAT_MAX", "SAMPLE", "absmax", "compensate", "dequantize", "histogram", "moments", "quantize", "quantize_rans",
-    "sample", "squared_errors", "to_symbols",
+    "FLOAT_MAX", "SAMPLE", "absmax", "better_step", "compensate", "dequantize", "histogram", "moments", "quantize",
+    "quantize_rans", "sample", "squared_errors", "to_symbols",
 ]  # fmt: skip
 
 SAMPLE_RUNS, RUN = 1024, 64
@@ -84,6 +84,19 @@ def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[flo
     """Return Σ(u − û)² for each of these steps."""
     levels = torch.from_numpy(fmt.levels)
     return [float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps]
+
+
+def better_step(u: torch.Tensor, step: float, others: list[float], scanned: int, clearly: float, fmt: Format) -> float:
+    """Return that of the other steps whose squared error is below `clearly` times that of the step; or the step itself.
+
+    Zeros cost no error at any step, and do not count. About `scanned` of all entries propose another step, and all of
+    them decide.
+    """
+    entries = u[u != 0]
+    errors = squared_errors(entries[:: max(1, entries.numel() // scanned)], others, fmt)
+    best = min(range(len(others)), key=errors.__getitem__)
+    error, other_error = squared_errors(entries, [step, others[best]], fmt)
+    return others[best] if other_error < error * clearly else step
 
 
 def inverse(step: float) -> torch.Tensor:
