@@ -12,6 +12,7 @@ import torch
 
 from gradwire.errors import unknown_name
 
+BLOCK = 1 << 16  # entries: what is made of a block on its way stays in a cache
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -25,17 +26,23 @@ def memory_dtype(name: str) -> torch.dtype:
 def keep(values: torch.Tensor, memory: torch.Tensor, seed: int) -> None:
     """Write fp32 values to a memory of as many entries; the same values and seed give the same memory."""
     values, flat = values.reshape(-1), memory.view(-1)
-    flat.copy_(values if memory.dtype == values.dtype else _rounded_at_random(values, seed))
+    if memory.dtype == values.dtype:
+        flat.copy_(values)
+        return
+    size = BLOCK if values.is_cpu else max(1, values.numel())
+    for start in range(0, values.numel(), size):
+        part = slice(start, start + size)
+        flat[part].copy_(_rounded_at_random(values[part], start, seed))
 
 
-def _rounded_at_random(values: torch.Tensor, seed: int) -> torch.Tensor:
+def _rounded_at_random(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
     """Add 16 random bits below the last one that bf16 has, and cut off: in integers, which order floats by magnitude.
 
-    The random bits are a hash of the entry's index and the seed, so that torch's generators are left alone. Products of
-    int32 wrap around, on every device.
+    The random bits are a hash of the entry's index (the first one has the index `start`) and the seed, so that torch's
+    generators are left alone. Products of int32 wrap around, on every device.
     """
     key = zlib.crc32(seed.to_bytes(16, "little", signed=True)) - 2**31
-    random = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    random = torch.arange(start, start + values.numel(), dtype=torch.int32, device=values.device)
     random.mul_(-1640531535).bitwise_xor_(key)
     random.bitwise_xor_(random >> 15).mul_(-2048144789)
     random.bitwise_xor_(random >> 13).mul_(-1028477379)

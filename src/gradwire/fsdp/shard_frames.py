@@ -15,6 +15,7 @@ import torch
 from gradwire.aggregate.messages.device_messages import DeviceMessages, is_on_device
 from gradwire.aggregate.messages.frame_coding import (
     MemorySlot,
+    Scratch,
     decode_frames,
     encode_frame,
     frame_seed,
@@ -52,7 +53,7 @@ class ShardFrames:
         self.recipes.know_model(shapes.items())
         self.dense_bytes = 0  # of what was sent, in fp32
         self._blocks: dict[int, torch.Tensor] = {}  # by receiver, for messages that the host makes
-        self._on_device = DeviceMessages()
+        self._scratch, self._on_device = Scratch(), DeviceMessages()
         self._fits: bool | None = None  # whether the error memory has room on the GPU; known from the first step on
 
     def plan(self, row: torch.Tensor, places: Sequence[PartPlace]) -> list[FramePlan]:
@@ -145,7 +146,7 @@ class ShardFrames:
             block = self._blocks[receiver] = torch.empty(needed, dtype=torch.uint8, device="cpu")
         end = HEAD
         for plan, tensors, memory, seed in zip(plans, gradients, slots, seeds, strict=True):
-            length = encode_frame(plan, tensors, memory, seed, block[end:])
+            length = encode_frame(plan, tensors, memory, seed, block[end:], self._scratch)
             header = headers.read_header(memoryview(block[end : end + length].numpy()))
             self.ledger.note_finite(not header.nonfinite)
             end += length

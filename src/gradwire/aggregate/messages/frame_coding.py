@@ -29,14 +29,32 @@ class MemorySlot(NamedTuple):
     factor: float = 1.0
 
 
+class Scratch:
+    """Room for the error memories of one frame, which is kept for the next frame; for one thread at a time.
+
+    Tensors of several megabytes that come and go between others that stay would leave holes that nobody gives back.
+    """
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def take(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return a flat fp32 tensor of this size, whose values are undefined; it belongs to the caller until the next
+        call."""
+        if self._room.numel() < size or self._room.device != device:
+            self._room = torch.empty(size, dtype=torch.float32, device=device)
+        return self._room[:size]
+
+
 def frame_seed(step: int, sender: str, key: str) -> int:
     """Return a seed that differs between steps, senders and parameters, and is the same in a repeated run."""
     return (step << 32) + zlib.crc32(f"{sender}:{key}".encode())
 
 
 def encode_frame(
-    plan: FramePlan, gradients: Sequence[torch.Tensor], memory: Sequence[MemorySlot], seed: int, out: torch.Tensor
-) -> int:
+    plan: FramePlan, gradients: Sequence[torch.Tensor], memory: Sequence[MemorySlot], seed: int, out: torch.Tensor,
+    scratch: Scratch,
+) -> int:  # fmt: skip
     """Correct, convert, compress: write one frame to the front of `out`, and return its length.
 
     `gradients` holds the entries of each part of the plan, `memory` a slot for each of them, or nothing where the
@@ -52,9 +70,14 @@ def encode_frame(
     joined = join(gradients)
     if not memory:
         return plan.codec.encode_into(joined, out, seed=seed, segments=segments)
-    memories = join([m.before.float() if m.factor == 1 else m.before.float() * m.factor for m in memory])
+    memories = scratch.take(joined.numel(), memory[0].before.device)
+    pieces = memories.split(plan.sizes)
+    for slot, piece in zip(memory, pieces, strict=True):
+        piece.copy_(slot.before.reshape(-1))
+        if slot.factor != 1:
+            piece.mul_(slot.factor)
     length = plan.codec.encode_into(joined, out, residual=memories, decay=decay, seed=seed, segments=segments)
-    for slot, updated in zip(memory, memories.view(-1).split(plan.sizes), strict=True):
+    for slot, updated in zip(memory, pieces, strict=True):
         keep(updated, slot.after, seed)
     return length
 

@@ -19,6 +19,7 @@ from gradwire.aggregate.messages.device_momentum import MomentumOfMessages
 from gradwire.aggregate.messages.error_probe import ErrorProbe
 from gradwire.aggregate.messages.frame_coding import (
     MemorySlot,
+    Scratch,
     decode_frames,
     encode_frame,
     frame_seed,
@@ -66,6 +67,7 @@ class MessageCoder:
         self.rank, self.world = rank, world
         self.probe = probe or ErrorProbe()
         self._blocks: dict[Hashable, torch.Tensor] = {}
+        self._scratch = Scratch()
         self._on_device, self.known = DeviceMessages(), KnownPlans(recipes)
         self.momentum = MomentumOfMessages(memories)
 
@@ -103,7 +105,7 @@ class MessageCoder:
                 return found
 
         def encode(plan: FramePlan, means: list[torch.Tensor], out: torch.Tensor) -> int:
-            return encode_frame(plan, means, _slots(plan, memory), self._seed(plan, "sum:"), out)
+            return encode_frame(plan, means, _slots(plan, memory), self._seed(plan, "sum:"), out, self._scratch)
 
         return self._encode_block(key, plans, note, lambda part: part.entries, encode)
 
@@ -243,7 +245,7 @@ class MessageCoder:
 
     def _encode_gradients(self, plan: FramePlan, gradients: list[torch.Tensor], out: torch.Tensor) -> int:
         memory = _slots(plan, self.memories.errors)
-        length = encode_frame(plan, gradients, memory, self._seed(plan), out)
+        length = encode_frame(plan, gradients, memory, self._seed(plan), out, self._scratch)
         self.probe.measure(plan, gradients, memory, out[:length])
         if plan.recipe.mask:
             self._note_sent_in_frame(plan, out[:length])
@@ -361,9 +363,10 @@ def encode_frames(
     """
     values = [[part.of(clipped(part, recipes, 1.0, 1)) for part in plan.parts] for plan in plans]
     out = torch.empty(most_frame_bytes(plans), dtype=torch.uint8, device="cpu")
-    end = 0
+    end, scratch = 0, Scratch()
     for plan, tensors in zip(plans, values, strict=True):
-        end += encode_frame(plan, tensors, _slots(plan, errors), frame_seed(step, str(sender), plan.key), out[end:])
+        seed = frame_seed(step, str(sender), plan.key)
+        end += encode_frame(plan, tensors, _slots(plan, errors), seed, out[end:], scratch)
     return out[:end].numpy().tobytes()
 
 
