@@ -35,6 +35,7 @@ void in_rows(size_t rows, size_t width, int threads, const Work& work) {
 }  // namespace
 
 void small_kernels(std::vector<Axis>& axes, size_t kernel) {
+    if (kernel > 10 && kernel != 16) return;
     const size_t period = std::lcm(kernel, size_t(16));
     for (size_t e = 0; e < period; e += 16)
         if ((e + 15) / kernel * kernel + kernel - e / kernel * kernel > 32) return;

@@ -16,7 +16,7 @@ namespace gradwire {
 namespace {  // one copy per instruction set
 
 constexpr int kTogether = 16;      // kernels that are transformed side by side
-constexpr int kMostInKernel = 4096;
+constexpr size_t kTile = 2048;  // entries that are transformed together
 constexpr int kRowsTogether = 8;
 
 // Sixteen numbers, which compilers keep in as many registers as they need.
@@ -69,22 +69,41 @@ inline void transform_tile(float* x, int kernels, const Axis* axes, int axis_cou
 #ifdef __AVX512VBMI__
 // Along one axis of small kernels, for whole periods: sixteen neighbours at a time, each term of them by one permutation
 // of 32 entries. Reads up to 31 floats behind what it is asked for.
-inline void along_small(const Axis& axis, size_t period, const float* x, size_t count, float* y) {
-    const size_t n = size_t(axis.size);
-    for (size_t start = 0; start < count; start += period, y += period)
-        for (size_t p = 0; p < axis.phases.size(); p++) {
-            const Axis::Phase& phase = axis.phases[p];
-            const float* from = x + start + phase.from;
-            const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
-            const auto term = [&](size_t m) {
-                const __m512i index = _mm512_loadu_si512(phase.index.data() + 16 * m);
-                return _mm512_mul_ps(_mm512_loadu_ps(phase.factor.data() + 16 * m),
-                                     _mm512_permutex2var_ps(low, index, high));
-            };
-            __m512 sum = term(0);
-            for (size_t m = 1; m < n; m++) sum = _mm512_add_ps(sum, term(m));
-            _mm512_storeu_ps(y + 16 * p, sum);
+template <int N>
+void along_terms(const Axis& axis, size_t period, const float* x, size_t count, float* y) {
+    for (const Axis::Phase& phase : axis.phases) {
+        __m512i index[N];
+        __m512 factor[N];
+        for (int m = 0; m < N; m++) {
+            index[m] = _mm512_loadu_si512(phase.index.data() + 16 * m);
+            factor[m] = _mm512_loadu_ps(phase.factor.data() + 16 * m);
         }
+        const float* from = x + phase.from;
+        for (size_t start = 0; start < count; start += period) {
+            const __m512 low = _mm512_loadu_ps(from + start), high = _mm512_loadu_ps(from + start + 16);
+            __m512 sum = _mm512_mul_ps(factor[0], _mm512_permutex2var_ps(low, index[0], high));
+            for (int m = 1; m < N; m++)
+                sum = _mm512_add_ps(sum, _mm512_mul_ps(factor[m], _mm512_permutex2var_ps(low, index[m], high)));
+            _mm512_storeu_ps(y + start, sum);
+        }
+        y += 16;
+    }
+}
+
+inline void along_small(const Axis& axis, size_t period, const float* x, size_t count, float* y) {
+    switch (axis.size) {
+        case 1: return along_terms<1>(axis, period, x, count, y);
+        case 2: return along_terms<2>(axis, period, x, count, y);
+        case 3: return along_terms<3>(axis, period, x, count, y);
+        case 4: return along_terms<4>(axis, period, x, count, y);
+        case 5: return along_terms<5>(axis, period, x, count, y);
+        case 6: return along_terms<6>(axis, period, x, count, y);
+        case 7: return along_terms<7>(axis, period, x, count, y);
+        case 8: return along_terms<8>(axis, period, x, count, y);
+        case 9: return along_terms<9>(axis, period, x, count, y);
+        case 10: return along_terms<10>(axis, period, x, count, y);
+        default: return along_terms<16>(axis, period, x, count, y);
+    }
 }
 
 // In tiles that stay in the first-level cache; `a` and `b` have room for one, and for what is read behind it.
@@ -92,14 +111,16 @@ inline void transform_small(float* x, size_t count, const Axis* axes, int axis_c
     const size_t period = axes[0].phases.size() * 16;
     for (size_t i = 0; i < count; i += tile) {
         const size_t n = count - i < tile ? count - i : tile, whole = (n + period - 1) / period * period;
-        std::memcpy(a, x + i, n * sizeof(float));
-        std::memset(a + n, 0, (whole + 32 - n) * sizeof(float));
+        const bool inside = axis_count > 1 && i + whole + 32 <= count;  // then the first reads x, and the last writes it
+        if (!inside) {
+            std::memcpy(a, x + i, n * sizeof(float));
+            std::memset(a + n, 0, (whole + 32 - n) * sizeof(float));
+        }
         for (int k = 0; k < axis_count; k++) {
-            along_small(axes[k], period, a, whole, b);
-            std::memset(b + whole, 0, 32 * sizeof(float));
+            along_small(axes[k], period, inside && !k ? x + i : a, whole, inside && k + 1 == axis_count ? x + i : b);
             std::swap(a, b);
         }
-        std::memcpy(x + i, a, n * sizeof(float));
+        if (!inside) std::memcpy(x + i, a, n * sizeof(float));
     }
 }
 #endif
@@ -109,9 +130,10 @@ void transform_any(float* x, size_t count, const Axis* axes, int axis_count, int
     size_t tile = size_t(kernel) * kTogether;
 #ifdef __AVX512VBMI__
     if (!axes[0].phases.empty()) {
-        tile *= 8;
-        room.resize(2 * (tile + 32));
-        return transform_small(x, count, axes, axis_count, tile, room.data(), room.data() + tile + 32);
+        while (tile < kTile) tile *= 2;
+        room.resize(2 * tile + 96);  // what is read behind a tile does not matter: kernels end with it
+        float* const a = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
+        return transform_small(x, count, axes, axis_count, tile, a, a + (tile + 47) / 16 * 16);
     }
 #endif
     room.assign(2 * size_t(kernel) * kTogether, 0.0f);  // lanes without a kernel hold zeros, not NaNs
