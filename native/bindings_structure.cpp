@@ -111,6 +111,17 @@ void predict(FloatsOut x, Floats left, Signed right, int rank, float sign, int t
     add_prediction(x.data(), x.size(), width, left.data(), right.data(), rank, sign, threads);
 }
 
+void predict_and_measure(FloatsOut x, Floats left, Signed right, int rank, float sign, DoublesOut rows,
+                         DoublesOut places, int threads) {
+    require(rank >= 1 && right.size() % rank == 0 && right.size() > 0, "factors have the wrong size");
+    const size_t width = right.size() / rank;
+    require(x.size() % width == 0 && left.size() == x.size() / width * rank, "factors have the wrong size");
+    require(places.size() == width && rows.size() == x.size() / width, "energies have the wrong size");
+    nb::gil_scoped_release release;
+    add_and_measure(x.data(), x.size(), width, left.data(), right.data(), rank, sign, rows.data(), places.data(),
+                    threads);
+}
+
 void energies(Floats x, DoublesOut rows, DoublesOut places, int threads) {
     const size_t width = places.size();
     require(width >= 1 && rows.size() == (x.size() + width - 1) / width, "energies have the wrong size");
@@ -224,6 +235,7 @@ void bind_structure(nb::module_& m) {
     m.def("structure_prepare", prepare, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"),
           nb::arg("matrices"), nb::arg("sizes"), nb::arg("x"), nb::arg("rows"), nb::arg("places"), nb::arg("threads"));
     m.def("add_prediction", predict);
+    m.def("add_and_measure", predict_and_measure);
     m.def("axis_energies", energies);
     m.def("project_rows", rows_on_basis);
     m.def("project_columns", columns_on_basis);

@@ -60,18 +60,22 @@ void rebuild_rows(const Rebuild& r, float* out, int threads) {
             [&](size_t first, size_t last) { structure_kernels().rebuild(r, first, last, out + first * r.width); });
 }
 
-void prepare_rows(const Compensated& source, size_t count, size_t width, const std::vector<Axis>& axes, int kernel,
-                  float* x, double* rows, double* places, int threads) {
+namespace {
+
+// change(start, entries) on a few rows at a time, and then their energies, by groups of rows whose sums are added up in
+// order: so they do not depend on the number of threads.
+template <class Change>
+void change_and_measure(float* x, size_t count, size_t width, double* rows, double* places, size_t bytes, int threads,
+                        const Change& change) {
     const size_t number = rows_of(count, width), together = rows_of(number, kGroups),
                  groups = rows_of(number, together);
     const size_t block = std::max<size_t>(1, kBlock / width);
     std::vector<double> sums(groups * width);
-    in_blocks(groups, together * width * 12, threads, [&](size_t first, size_t last) {
+    in_blocks(groups, together * width * bytes, threads, [&](size_t first, size_t last) {
         for (size_t row = first * together, end = std::min(number, last * together); row < end;) {
             const size_t group = row / together, n = std::min({block, end - row, (group + 1) * together - row});
             const size_t start = row * width, entries = std::min(count, start + n * width) - start;
-            structure_kernels().compensate(source, start, entries, x + start);
-            if (kernel > 1) structure_kernels().transform(x + start, entries, axes.data(), int(axes.size()), kernel);
+            change(start, entries);
             structure_kernels().energies(x + start, entries, width, rows + row, sums.data() + group * width);
             row += n;
         }
@@ -81,6 +85,16 @@ void prepare_rows(const Compensated& source, size_t count, size_t width, const s
         for (size_t q = 0; q < width; q++) places[q] += sums[g * width + q];
 }
 
+}  // namespace
+
+void prepare_rows(const Compensated& source, size_t count, size_t width, const std::vector<Axis>& axes, int kernel,
+                  float* x, double* rows, double* places, int threads) {
+    change_and_measure(x, count, width, rows, places, 12, threads, [&](size_t start, size_t entries) {
+        structure_kernels().compensate(source, start, entries, x + start);
+        if (kernel > 1) structure_kernels().transform(x + start, entries, axes.data(), int(axes.size()), kernel);
+    });
+}
+
 void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
                     int threads) {
     in_rows(count / width, width, threads, [&](size_t first, size_t last) {
@@ -88,19 +102,15 @@ void add_prediction(float* x, size_t count, size_t width, const float* left, con
     });
 }
 
-void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads) {
-    const size_t number = rows_of(count, width), together = rows_of(number, kGroups),
-                 groups = rows_of(number, together);
-    std::vector<double> sums(groups * width);
-    in_blocks(groups, together * width * 4, threads, [&](size_t first, size_t last) {
-        for (size_t g = first; g < last; g++) {
-            const size_t start = g * together * width, stop = std::min(count, start + together * width);
-            structure_kernels().energies(x + start, stop - start, width, rows + g * together, sums.data() + g * width);
-        }
+void add_and_measure(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
+                     double* rows, double* places, int threads) {
+    change_and_measure(x, count, width, rows, places, 8, threads, [&](size_t start, size_t entries) {
+        structure_kernels().predict(x + start, entries, width, left + start / width * rank, right, rank, sign);
     });
-    std::fill(places, places + width, 0.0);
-    for (size_t g = 0; g < groups; g++)
-        for (size_t q = 0; q < width; q++) places[q] += sums[g * width + q];
+}
+
+void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads) {
+    change_and_measure(const_cast<float*>(x), count, width, rows, places, 4, threads, [](size_t, size_t) {});
 }
 
 void project_rows(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads) {

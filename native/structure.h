@@ -89,6 +89,9 @@ void prepare_rows(const Compensated& source, size_t count, size_t width, const s
                   float* x, double* rows, double* places, int threads);
 void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
                     int threads);
+// The same, and the energies of the result.
+void add_and_measure(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
+                     double* rows, double* places, int threads);
 void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads);
 void project_rows(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
 void project_columns(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);

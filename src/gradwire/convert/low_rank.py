@@ -84,12 +84,16 @@ def most_terms(view: TensorView) -> int:
     return min(MOST_TERMS, view.count // 8 // (view.shape[0] + view.width))
 
 
-def fit_factors(x: torch.Tensor, view: TensorView, distortion: float, limit: int) -> LowRankFactors:
-    """Return the terms that save more bits than they cost, at a squared error of `distortion` for the whole tensor."""
+def fit_factors(
+    x: torch.Tensor, view: TensorView, energies: kernels.Energies, distortion: float, limit: int
+) -> LowRankFactors:
+    """Return the terms that save more bits than they cost, at a squared error of `distortion` for the whole tensor.
+
+    `energies` are those of the rows of x and of the places in a row.
+    """
     sought = min(SOUGHT, limit, most_terms(view), view.shape[0] // 2, view.width // 2)
     if sought < 1 or min(view.shape[0], view.width) < SMALLEST_SIDE:
         return no_factors(view)
-    energies = kernels.axis_energies(x, (view.shape[0], view.width, 1))
     mean = float(energies[0].sum()) / view.count
     if not mean * view.count > distortion or not ORDINARY[0] < mean < ORDINARY[1]:
         return no_factors(view)

@@ -135,14 +135,15 @@ class Structured(Converter):
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload and update the error memory, as `Converter.encode` promises."""
-        view, x, energies = self._prepared(conversion)
-        if not float(energies[0].sum()) < LIMITED:
+        view, x, places = self._prepared(conversion)
+        energy = float(places[0].sum())
+        if not energy < LIMITED:
             conversion.require_finite()
-        distortion = self.nmse * float(energies[0].sum())
-        factors = fit_factors(x, view, distortion, self.rank)
+        distortion = self.nmse * energy
+        factors = fit_factors(x, view, places, distortion, self.rank)
         if (prediction := factors.prediction_of(0, view.shape[0])) is not None:
-            kernels.add_prediction(x, prediction, 0, -1.0)
-            energies = kernels.axis_energies(x, view.shape)
+            places = kernels.add_and_measure(x, prediction, -1.0)
+        energies = _by_axis(view, places)
         left = float(energies[0].sum())
         head = view.fields + factors.fields
         if left <= distortion * (1 + REDUNDANT):
@@ -162,18 +163,27 @@ class Structured(Converter):
         return write(out, head, side, *coded[:1], varint(len(apart)), *coded[1:], apart)
 
     def _prepared(self, conversion: Conversion) -> tuple[TensorView, torch.Tensor, kernels.Energies]:
-        """Return how to look at the tensor, what is to be coded of it before any prediction, and its energies."""
+        """Return how to look at the tensor, what is to be coded of it before any prediction, and its energies.
+
+        These are of rows and of the places in a row.
+        """
         source = (conversion.gradient, conversion.memory, conversion.decay)
         x = _KEPT.room("x", conversion.count, torch.float32)
         smooth = as_kernels(conversion.shape) if self.transform else None
         if smooth is not None:
-            energies = kernels.prepare(x, source, smooth.shape, smooth.matrices)
-            if _saved(energies[2]) > CLEARLY_SMOOTH:
-                return smooth, x, energies
+            places = kernels.prepare(x, source, (smooth.shape[0], smooth.width, 1), smooth.matrices)
+            if _saved(_by_axis(smooth, places)[2]) > CLEARLY_SMOOTH:
+                return smooth, x, places
         view = as_matrix(conversion.shape)
         if view is None or min(view.shape[:2]) < 2:
             view = _best_blocks(conversion)
         return view, x, kernels.prepare(x, source, view.shape, [])
+
+
+def _by_axis(view: TensorView, places: kernels.Energies) -> kernels.Energies:
+    """Return the energies of rows, columns and coefficients from those of rows and of the places in a row."""
+    of_row = places[1].reshape(view.shape[1:])
+    return places[0], of_row.sum(1), of_row.sum(0)
 
 
 def _saved(energies: np.ndarray) -> float:

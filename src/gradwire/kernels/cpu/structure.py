@@ -14,8 +14,8 @@ from gradwire.kernels.reference.grid import Outliers
 from gradwire.kernels.reference.structure import Energies, Factors, Prediction, Scales, Source, View
 
 __all__ = [
-    "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns", "project_rows",
-    "quantize_classes", "rebuild", "rebuild_classes", "split_classes",
+    "add_and_measure", "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns",
+    "project_rows", "quantize_classes", "rebuild", "rebuild_classes", "split_classes",
 ]  # fmt: skip
 
 DIRECTIONS = 16  # columns of a basis, as the native kernels want them
@@ -58,6 +58,16 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
     part = left[first : first + rows].contiguous().view(-1)
     _native.add_prediction(as_array(x), as_array(part), as_array(right.view(-1)), len(right), sign,
                            torch.get_num_threads())  # fmt: skip
+
+
+@where(flat_fp32)
+def add_and_measure(x: torch.Tensor, prediction: Prediction, sign: float) -> Energies:
+    """Predict and measure a few rows at a time."""
+    left, right = prediction
+    rows, places = np.zeros(len(left)), np.zeros(right.shape[1])
+    _native.add_and_measure(as_array(x), as_array(left.contiguous().view(-1)), as_array(right.view(-1)), len(right),
+                            sign, rows, places, torch.get_num_threads())  # fmt: skip
+    return rows, places, places.sum(keepdims=True)
 
 
 @where(flat_fp32)

@@ -17,6 +17,7 @@ from gradwire.kernels.reference.quantize import FLOAT_MAX, compensate, dequantiz
 __all__ = [
     "Energies",
     "Source",
+    "add_and_measure",
     "add_prediction",
     "axis_energies",
     "class_counts",
@@ -137,6 +138,12 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
     for t in range(len(right)):
         total += part[:, t : t + 1] * right[t].float()
     rows += sign * total
+
+
+def add_and_measure(x: torch.Tensor, prediction: Prediction, sign: float) -> Energies:
+    """Do `add_prediction` for all rows, and return the energies of the result, of rows × places × 1."""
+    add_prediction(x, prediction, 0, sign)
+    return axis_energies(x, (len(prediction[0]), prediction[1].shape[1], 1))
 
 
 def rebuild(
