@@ -1,6 +1,7 @@
 """What the structure of gradients is worth: bits an entry at equal squared error, layer by layer.
 
     python benchmarks/structure.py FOLDER [--nncodec PYTHON] [--markdown benchmarks/results/structure.md]
+    python benchmarks/structure.py      # only how long it takes, on tensors made up, in half a minute
 
 FOLDER holds NAME.npz files, one for each network, of fp32 gradients with their shapes; where a file has an array
 `layers`, its other arrays are flat gradients of several layers, one after the other, which have these lengths; a flat
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structure_speed
 import torch
 import zstandard
 from rich.progress import track
@@ -127,12 +129,15 @@ def by_nncodec(python: str, layer_list: list[Layer], targets: list[float]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="gradients; without it, speed is all that is measured")
     parser.add_argument("--worker", default="worker0", help="only arrays with this in their name")
     parser.add_argument("--step", action="append", default=[], help="only arrays that begin with this, such as step60.")
     parser.add_argument("--nncodec", metavar="PYTHON", help="an interpreter that has NNCodec")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
+    if options.folder is None:
+        print(structure_speed.table(structure_speed.measure()))
+        return
     torch.set_num_threads(1)
     found = list(layers(options.folder, options.worker, options.step))
     if not found:
