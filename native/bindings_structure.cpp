@@ -86,6 +86,7 @@ void rebuild(std::optional<Bytes> symbols, Floats values, int symbol_count, Floa
     r.symbols = symbols ? symbols->data() : nullptr;
     r.left = left.data();
     r.source = gradient ? &source : nullptr;
+    r.far = gradient && source.memory != out.data() && out.size() >= kFar;
     nb::gil_scoped_release release;
     rebuild_rows(r, out.data(), threads);
 }

@@ -57,6 +57,7 @@ struct Rebuild {
     size_t first_row = 0;  // that `symbols` and `left` begin with
     float weight = 1;      // without a source: weight·value is written, or added
     bool add = false;
+    bool far = false;  // with a source: write past the caches, as Stream says
 };
 
 struct StructureLoops {

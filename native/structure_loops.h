@@ -6,7 +6,7 @@
 
 #include "quantize.h"
 #include "structure.h"
-#ifdef __AVX512VBMI__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -230,6 +230,24 @@ inline void look_up(const float* values, int number, const uint8_t* symbols, siz
     for (; i < n; i++) out[i] = values[symbols[i]];
 }
 
+// Copies past the caches, where there are instructions for that.
+inline void copy_far(float* to, const float* from, size_t n) {
+    size_t i = 0;
+#ifdef __AVX2__
+    for (; i < n && (reinterpret_cast<uintptr_t>(to + i) & 63); i++) to[i] = from[i];
+    for (; i + 16 <= n; i += 16) {
+#ifdef __AVX512F__
+        _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#else
+        _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+        _mm256_stream_ps(to + i + 8, _mm256_loadu_ps(from + i + 8));
+#endif
+    }
+    _mm_sfence();
+#endif
+    for (; i < n; i++) to[i] = from[i];
+}
+
 void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     const size_t start = first * r.width, stop = last * r.width < r.count ? last * r.width : r.count, n = stop - start;
     const bool aside = r.source || r.add;
@@ -268,9 +286,10 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     }
     const float *g = r.source->gradient + start, *e = r.source->memory ? r.source->memory + start : nullptr;
     if (e)
-        for (size_t i = 0; i < n; i++) to[i] = compensated(g[i], e[i], r.source->decay) - settled(i);
+        for (size_t i = 0; i < n; i++) out[i] = compensated(g[i], e[i], r.source->decay) - settled(i);
     else
-        for (size_t i = 0; i < n; i++) to[i] = g[i] - settled(i);
+        for (size_t i = 0; i < n; i++) out[i] = g[i] - settled(i);
+    r.far ? copy_far(to, out, n) : (void)std::memcpy(to, out, n * sizeof(float));
 }
 
 // `places` are the sums over rows. Rows are done four at a time, so that the sums are loaded once for them.

@@ -10,6 +10,9 @@ import threading
 import torch
 
 MOST = 1 << 22  # entries: what is larger comes and goes
+# Large tensors begin at the same place in a page. Stores to one at that place would hold up loads from another, so what
+# is kept begins this many entries later.
+ASIDE = 512
 
 
 class KeptMemory(threading.local):
@@ -23,6 +26,6 @@ class KeptMemory(threading.local):
         if count > MOST:
             return torch.empty(count, dtype=dtype, device="cpu")
         kept = self._kept.get(name)
-        if kept is None or len(kept) < count:
-            kept = self._kept[name] = torch.empty(count, dtype=dtype, device="cpu")
-        return kept[:count]
+        if kept is None or len(kept) < count + ASIDE:
+            kept = self._kept[name] = torch.empty(count + ASIDE, dtype=dtype, device="cpu")
+        return kept[ASIDE : ASIDE + count]
