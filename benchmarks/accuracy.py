@@ -2,6 +2,9 @@
 
 python benchmarks/accuracy.py --task cifar10 --data-dir ~/cifar10 --device cuda --parallel 8
 python benchmarks/accuracy.py --task text --runs fp32 local10 diloco10 sbc2
+python benchmarks/accuracy.py --device cuda --seeds 0 1 --runs fp32 co3 ecq structured structured:nmse=0.1 powersgd:2
+
+`powersgd:R` is PowerSGD of rank R (benchmarks/powersgd.py), which has no frames: its factors count in fp32.
 
 Each run is a process of its own with four workers as threads (benchmarks/simulated.py), a few runs at a time.
 Results go to a file of JSON lines as they come in; a table is printed at the end.
@@ -32,6 +35,7 @@ from gradwire.tasks import example_order
 from gradwire.tasks.base import EVALUATION_BATCH, Task, loss_of
 from gradwire.tasks.images import ImageTask, LabelledImages
 from gradwire.tasks.training import learning_rate_factor
+from powersgd import PowerSGD
 from simulated import Meeting, ThreadLink, WholeModel, decode_once, run_workers
 
 WORKERS = 4
@@ -43,6 +47,10 @@ RUNS: dict[str, tuple[str, int | None]] = {
     "co3 γ=0.9": ("co3:decay=0.9", None),
     "co3 γ=1": ("co3:decay=1", None),
     "ecq": ("ecq", None),
+    "structured": ("structured", None),
+    "structured 6%": ("structured:nmse=0.06", None),
+    "structured 10%": ("structured:nmse=0.1", None),
+    "structured 20%": ("structured:nmse=0.2", None),
     "bingrad-b": ("bingrad", None),
     "orq-3": ("orq:levels=3", None),
     "orq-5": ("orq:levels=5", None),
@@ -62,6 +70,14 @@ RUNS: dict[str, tuple[str, int | None]] = {
     "diloco10": ("diloco", 10),
     "stc2": ("stc2", None),
 }
+
+
+POWERSGD = "powersgd:"
+
+
+def spec_of(name: str) -> tuple[str, int | None]:
+    """The recipe of a run and its local steps, if they are not the recipe's own; PowerSGD has no recipe."""
+    return RUNS["fp32"] if name.startswith(POWERSGD) else RUNS.get(name, (name, None))
 
 
 class Residual(nn.Module):
@@ -108,7 +124,7 @@ class Worker:
         self.device = torch.device(options.device)
         self.data_device = task.train.pixels.device if isinstance(task, ImageTask) else torch.device("cpu")
         self.batch = options.batch_size or (128 if options.task == "cifar10" else task.defaults.batch_size)
-        spec, sync_every = RUNS.get(options.one, (options.one, None))
+        spec, sync_every = spec_of(options.one)
         with meeting_lock:  # the global generator: one model at a time
             torch.manual_seed(options.seed)
             resnet18 = options.task == "cifar10" and options.model == "resnet18"
@@ -124,7 +140,11 @@ class Worker:
             self.optimizer = task.build_optimizer(self.model, self.lr)
         if self.device.type == "cuda":
             self._graph(task, meeting)
-        self.meeting, self.plain, self.plain_bytes = meeting, options.one == "fp32", 0
+        self.meeting, self.plain_bytes = meeting, 0
+        self.powersgd = None
+        if options.one.startswith(POWERSGD):
+            self.powersgd = meeting.share(rank, lambda: PowerSGD(int(options.one.removeprefix(POWERSGD)), WORKERS))
+        self.plain = options.one == "fp32" or self.powersgd is not None
         link = ThreadLink(meeting, rank, self.device)
         self.state: gradwire.ddp.State | None = None
         self.local: gradwire.LocalSGD | None = None
@@ -177,7 +197,8 @@ class Worker:
         stats = (self.local or self.state).stats()  # type: ignore[union-attr]
         if self.plain:
             sent = {"wire_bytes_sent": (WORKERS - 1) * self.plain_bytes}
-            stats = {"frame_bytes": self.plain_bytes, "dense_bytes": self.plain_bytes, **sent}
+            dense = 4 * step * sum(p.numel() for p in self.model.parameters())
+            stats = {"frame_bytes": self.plain_bytes, "dense_bytes": dense, **sent}
         return {"steps": step, "stats": stats}
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor, factor: float) -> None:
@@ -192,16 +213,20 @@ class Worker:
         self.optimizer.step()
 
     def _average_plainly(self) -> None:
-        """fp32 all-reduce: 4 bytes an entry, to every other worker."""
-        own = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.meeting.blocks[self.rank] = own  # type: ignore[call-overload]
+        """Without frames: 4 bytes an entry to every other worker, or what PowerSGD sends."""
+        named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.meeting.blocks[self.rank] = named
         self.meeting.barrier.wait()
-        means = [torch.stack(list(g)).mean(0) for g in zip(*self.meeting.blocks, strict=True)]  # type: ignore[arg-type]
+        if self.powersgd is not None:
+            means = self.meeting.share(self.rank, lambda: self.powersgd.average(self.meeting.blocks))
+            self.plain_bytes = self.powersgd.bytes // WORKERS
+        else:
+            means = {name: torch.stack([of[name] for of in self.meeting.blocks]).mean(0) for name in named}
+            self.plain_bytes += 4 * sum(g.numel() for g in named.values())
+        means = {name: mean.clone() for name, mean in means.items()}  # some are on their way to all workers
         self.meeting.barrier.wait()
-        for gradient, mean in zip(own, means, strict=True):
-            gradient.copy_(mean)
-        count = 4 * sum(g.numel() for g in own)
-        self.plain_bytes += count
+        for name, gradient in named.items():
+            gradient.copy_(means[name])
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.device)
@@ -246,7 +271,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     stats = results[0]["stats"]
     return {
         "run": options.one,
-        "spec": str(gradwire.recipe(RUNS.get(options.one, (options.one, None))[0])),
+        "spec": options.one if options.one.startswith(POWERSGD) else str(gradwire.recipe(spec_of(options.one)[0])),
         "task": options.task,
         "seed": options.seed,
         "memory": options.memory,

@@ -34,6 +34,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "ecq 2 bits": Contestant("ecq:rate=2", note="ours"),
     "ecq 1.5 bits": Contestant("ecq:rate=1.5", note="ours"),
     "ecq 1 bit": Contestant("ecq:rate=1", note="ours"),
+    "structured 3%": Contestant("structured", note="ours"),
+    "structured 10%": Contestant("structured:nmse=0.1", note="ours"),
+    "structured 20%": Contestant("structured:nmse=0.2", note="ours"),
     "m22": Contestant("m22"),
     "topk 10%": Contestant("topk:p=0.1", note="what DeepReduce starts from"),
     "sbc": Contestant(SBC, note="SBC(2): 1% of the update of a round"),
@@ -68,8 +71,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # Chosen well rather than the full product.
 CHOICE: dict[str, tuple[str, ...]] = {
-    "cifar10-100-iid": (PLAIN, "fp16", "co3", "m22", "stc up+down", "adaquantfl"),
-    "cifar10-100-skew": (PLAIN, "co3", "m22", "stc up+down"),
+    "cifar10-100-iid": (
+        PLAIN, "fp16", "co3", "structured 3%", "structured 10%", "structured 20%", "m22", "stc up+down", "adaquantfl",
+    ),
+    "cifar10-100-skew": (PLAIN, "co3", "structured 10%", "structured 20%", "m22", "stc up+down"),
     "cifar10-10-iid": (PLAIN, "ecq 2 bits", "ecq 1.5 bits", "m22"),
     "fashion-100-skew": (PLAIN, "co3 fp8", "co3", "sbc"),
     "fashion-10-iid": (PLAIN, "stc up"),

@@ -35,6 +35,7 @@ import gradwire
 from delayed import ROWS, Delayed, DelayedWorkers, row
 from gradwire.aggregate.messages.frame_coding import frame_seed
 from language_model_report import plot, read, table
+from powersgd import PowerSGD
 
 # Width, layers and context; 10.8 million parameters are the largest.
 SIZES = {"tiny": (64, 2, 64), "1m": (128, 4, 128), "10m": (384, 6, 256)}
@@ -107,36 +108,6 @@ class Frames:
         return mean
 
 
-class PowerSGD:
-    """Two products with a low rank, each averaged; the rest stays in the error memory of each worker."""
-
-    def __init__(self, rank: int, model: nn.Module, workers: int):
-        self.rank, self.bytes = rank, 0
-        self.errors: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
-        self.bases: dict[str, torch.Tensor] = {}
-
-    def average(self, gradients: list[dict[str, torch.Tensor]], step: int) -> dict[str, torch.Tensor]:
-        mean, workers = {}, len(gradients)
-        for name, first in gradients[0].items():
-            rows, columns = len(first), first.numel() // max(1, len(first))
-            if first.dim() < 2 or self.rank * (rows + columns) >= first.numel():
-                mean[name] = sum(g[name] for g in gradients) / workers
-                self.bytes += 4 * first.numel() * workers
-                continue
-            corrected = [g[name].flatten(1) + self.errors[w].get(name, 0) for w, g in enumerate(gradients)]
-            basis = self.bases.get(name)
-            if basis is None:
-                basis = torch.randn(columns, self.rank, generator=torch.Generator().manual_seed(0)).to(first.device)
-            left = torch.linalg.qr(sum(u @ basis for u in corrected) / workers)[0]
-            basis = self.bases[name] = sum(u.t() @ left for u in corrected) / workers
-            product = left @ basis.t()
-            for w, u in enumerate(corrected):
-                self.errors[w][name] = u - product
-            mean[name] = product.view_as(first)
-            self.bytes += 4 * self.rank * (rows + columns) * workers
-        return mean
-
-
 def text() -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes to train on, and bytes that are held out."""
     files = [Path(f).read_bytes() for f in sorted(glob.glob(sysconfig.get_paths()["stdlib"] + "/*.py"))]
@@ -165,7 +136,7 @@ def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> di
     optimizer = torch.optim.AdamW(model.parameters(), o.lr, weight_decay=0.1, betas=(0.9, 0.95))
     exchange = None
     if spec.startswith("powersgd:"):
-        exchange = PowerSGD(int(spec.split(":")[1]), model, o.workers)
+        exchange = PowerSGD(int(spec.split(":")[1]), o.workers)
     elif spec != "none":
         exchange = Frames(spec, model, o.workers)
     generators = [torch.Generator().manual_seed(1000 * seed + w) for w in range(o.workers)]

@@ -131,7 +131,9 @@ class WholeModel:
         return self._parameters
 
     def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        """As DDP's buckets have them: with the parameter's shape, but the entries in the order of its memory."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return [g.as_strided((g.numel(),), (1,)).view(g.shape) for g in gradients]
 
     def buffer(self) -> torch.Tensor:
         return torch.empty(sum(p.numel() for p in self._parameters), device="meta")
