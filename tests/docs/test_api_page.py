@@ -17,7 +17,7 @@ PUBLIC = {  # of modules that have no __all__
     "ddp": ["attach", "State", "hook"],
     "dcp": ["shard", "load"],
 }
-MODULES = ["ddp", "fsdp", "flower", "dcp", "backward"]
+MODULES = ["ddp", "fsdp", "flower", "dcp", "backward", "torchft"]
 # But for integrations, whose frameworks take half a minute to import.
 SIGNATURE = re.compile(r"`gradwire\.(?!integrations)([\w.]+)\(([\w, ]*)\)`")
 

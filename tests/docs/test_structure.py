@@ -10,7 +10,8 @@ from pathlib import Path
 import gradwire
 
 PACKAGE = Path(gradwire.__file__).parent
-DATA_PATH = ("aggregate", "engine", "local_sgd", "fsdp", "correct", "codecs", "checkpoints", "ddp", "data_parallel")
+DATA_PATH = ("aggregate", "engine", "local_sgd", "fsdp", "correct", "codecs", "checkpoints", "ddp", "data_parallel",
+             "torchft")  # fmt: skip
 # What is written from outside after all: records that the same file defines, and torch's own objects.
 WRITTEN_FROM_OUTSIDE = {
     ("aggregate/sums/aggregator_fallback.py", "pending.at_aggregator"),
@@ -21,6 +22,10 @@ WRITTEN_FROM_OUTSIDE = {
     ("engine/auto.py", "self._left[0].seconds"),
     ("engine/gradients.py", "give_back.atexit"),  # as weakref.finalize says
     ("local_sgd/common_parameters.py", "self.tensors[name].grad"),
+    ("torchft/observed_calls.py", "DiLoCo.__init__"),  # torchft's classes
+    ("torchft/observed_calls.py", "DistributedDataParallel._comm_hook"),
+    ("torchft/observed_calls.py", "LocalSGD.__init__"),
+    ("torchft/observed_calls.py", "Manager.should_commit"),
 }
 SAME_NAME_ON_PURPOSE = {"Compress"}  # the callbacks of Lightning and of Hugging Face's Trainer
 
@@ -88,6 +93,7 @@ def test_nothing_of_the_interpreter_or_the_process_is_relied_on():
     assert not found, "\n".join(found)
 
 
+OBSERVES_TORCHFT = "torchft/observed_calls.py"  # and has all that gradwire knows of torchft's insides
 NOT_OF_TORCH = {"os._exit", "_replace", "_asdict", "_fields"}  # of the standard library, and of its named tuples
 
 
@@ -100,7 +106,7 @@ def test_torchs_insides_are_touched_in_one_place_alone():
     everywhere = set().union(*private.values())
     found = []
     for path, tree in sources():
-        if path.startswith("torch_internals/"):
+        if path.startswith("torch_internals/") or path == OBSERVES_TORCHFT:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and is_private(node.attr):

@@ -47,6 +47,18 @@ def test_the_timeout_of_a_group(alone: None) -> None:
     assert process_groups.timeout_of(group, CPU) == MINUTE, "options._timeout of a backend is no longer its timeout"
 
 
+def test_the_backends_of_a_group(alone: None) -> None:
+    assert process_groups.backends_of(dist.new_group(backend="gloo")).startswith("cpu:gloo")
+
+
+def test_the_backends_of_a_group_that_torch_distributed_has_not_made() -> None:
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, 0, 1, MINUTE))
+    assert process_groups.backends_of(group) == "cpu:gloo", "_device_types no longer says what a group carries"
+    assert process_groups.timeout_of(group, CPU) == MINUTE
+
+
 def test_a_group_has_the_name_it_is_given(alone: None) -> None:
     before = dist.new_group()
     group = process_groups.new_group("ours/1", [0], MINUTE, "gloo")

@@ -347,6 +347,15 @@ def test_not_a_number_leaves_all_memories_as_they_were():
     assert all(torch.equal(left(group), memory) for group, memory in zip(groups, before, strict=True))
 
 
+def test_memories_in_half_precision():
+    groups, gradients = [make("co3", memory="bf16") for _ in range(2)], [Integers(0), Integers(1)]
+    Quorums().form(groups)
+    for _ in range(2):
+        round_of(groups, gradients)
+        vote(groups)
+    assert {memory.dtype for memory in groups[0].state_dict()["memory"].values()} == {torch.bfloat16}
+
+
 def test_a_checkpoint_of_the_whole_training_has_memories():
     quorums, groups, gradients = Quorums(), [make(), make()], [Integers(0), Integers(1)]
     quorums.form(groups)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torchft.ddp import DistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
+from torchft.process_group import ProcessGroupWrapper
 
 from gradwire.torchft.process_group import ProcessGroup
 
@@ -39,6 +40,14 @@ def observe() -> None:
     DistributedDataParallel._comm_hook = staticmethod(_completed(DistributedDataParallel._comm_hook))
 
 
+def _group_of(manager: Any) -> ProcessGroup | None:
+    """Return gradwire's process group of this manager, also if others of torchft are around it; None without one."""
+    group = manager._pg
+    while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ProcessGroup):
+        group = group._pg
+    return group if isinstance(group, ProcessGroup) else None
+
+
 def _vote_observed(vote: Callable[..., bool]) -> Callable[..., bool]:
     """Return the vote, whose outcome the manager's process group is told."""
 
@@ -48,8 +57,9 @@ def _vote_observed(vote: Callable[..., bool]) -> Callable[..., bool]:
         try:
             committed = vote(self, *arguments, **named)
         finally:  # without an answer the round is undecided, and the other replicas may know better
-            if isinstance(self._pg, ProcessGroup):
-                self._pg.end_round(committed)
+            group = _group_of(self)
+            if group is not None:
+                group.end_round(committed)
         return committed
 
     return should_commit
@@ -63,8 +73,8 @@ def _made(init: Callable[..., None], tell: Callable[[ProcessGroup, dict[str, Any
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
         given = signature.bind(self, *arguments, **named).arguments
-        group = given["manager"]._pg
-        if isinstance(group, ProcessGroup):
+        group = _group_of(given["manager"])
+        if group is not None:
             tell(group, given)
 
     return __init__
@@ -75,7 +85,7 @@ def _completed(hook: Callable[..., torch.futures.Future[torch.Tensor]]) -> Calla
 
     @functools.wraps(hook)
     def _comm_hook(state: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not isinstance(state._pg, ProcessGroup):
+        if _group_of(state) is None:
             return hook(state, bucket)
         if state.errored() is None:
             try:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 from torchft.process_group import ProcessGroup as ReconfigurableGroup
 from torchft.process_group import ProcessGroupWrapper
 
@@ -26,8 +25,8 @@ from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.engine.checks import check_recipes
 from gradwire.errors import AggregateError, GradwireError, SpecError
 from gradwire.torchft.meeting import Introduction, difference, furthest, introduce
+from gradwire.torchft.replica_rounds import ReplicaRounds
 from gradwire.torchft.replicas import Replicas
-from gradwire.torchft.rounds import Rounds
 from gradwire.torchft.shared_means import EXACT, SharedMeans
 from gradwire.torchft.sum_under_way import SumUnderWay
 
@@ -52,10 +51,11 @@ class ProcessGroup(ProcessGroupWrapper):
         memory: str = "fp32",
     ):  # fmt: skip
         recipes = _checked_recipes(spec)
-        super().__init__(timeout, pg or torchft.ProcessGroupGloo(timeout))
-        self._recipes, self._carries_frames = recipes, torchft.ProcessGroupGloo(timeout)
+        self._recipes, self._seconds = recipes, timeout.total_seconds()
+        self._plain, self._carries_frames = pg or torchft.ProcessGroupGloo(timeout), torchft.ProcessGroupGloo(timeout)
+        super().__init__(timeout, self._plain)
         self._memories, self._ledger = WorkerMemories(memory_dtype(memory)), StepLedger()
-        self._rounds = Rounds(self._memories, self._ledger)
+        self._rounds = ReplicaRounds(self._memories, self._ledger)
         self._means: SharedMeans | None = None  # if parameters are averaged
         self._replicas: Replicas | None = None
         self._refusal: GradwireError | None = None  # why this replica cannot go on
@@ -80,7 +80,7 @@ class ProcessGroup(ProcessGroupWrapper):
         super().configure(store_addr, *more)
         self._carries_frames.configure(f"{store_addr}/gradwire", *more)
         replicas = Replicas(
-            self._carries_frames.parent, self._recipes, self._memories, self._ledger, _links_to_cut(self.parent)
+            self._carries_frames.parent, self._recipes, self._memories, self._ledger, _links_to_cut(self._plain)
         )
         try:
             self._meet(replicas)
@@ -89,11 +89,12 @@ class ProcessGroup(ProcessGroupWrapper):
             raise
         self._replicas = replicas
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions | ReduceOp) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | dist.ReduceOp) -> dist.Work:
         """Begin to replace the tensor by its sum, or its mean, over all replicas."""
-        operation: Any = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        divide = operation == ReduceOp.AVG  # a ReduceOp equals a kind of operation, which does not equal a ReduceOp
-        if not (divide or operation == ReduceOp.SUM) or len(tensors) != 1 or not _is_compressed(tensors[0]):
+        operation: Any = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts
+        # A ReduceOp equals the kind of operation that it is of, which does not equal it: so not `operation in (…)`.
+        divide = operation == dist.ReduceOp.AVG
+        if not (divide or operation == dist.ReduceOp.SUM) or len(tensors) != 1 or not _is_compressed(tensors[0]):
             return super().allreduce(tensors, opts)
         try:
             return self._add_up(tensors[0], divide)
@@ -114,7 +115,7 @@ class ProcessGroup(ProcessGroupWrapper):
             self._replicas.finish()
             if self._replicas.error is not None:
                 return self._replicas.error
-        error: Exception | None = self._pg.errored() if isinstance(self._pg, ReconfigurableGroup) else None
+        error: Exception | None = self._plain.errored()
         return error
 
     def abort(self, errored: bool = True) -> None:
@@ -126,15 +127,13 @@ class ProcessGroup(ProcessGroupWrapper):
         """End all exchanges, and leave the replicas."""
         self._leave()
         self._carries_frames.shutdown()
-        if isinstance(self._pg, ReconfigurableGroup):
-            self._pg.shutdown()
+        self._plain.shutdown()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Let exchanges wait so long for a replica, from the next quorum on."""
-        super().set_timeout(timeout)
+        self._seconds = timeout.total_seconds()
         self._carries_frames.set_timeout(timeout)
-        if isinstance(self._pg, ReconfigurableGroup):
-            self._pg.set_timeout(timeout)
+        self._plain.set_timeout(timeout)
 
     def getBackendName(self) -> str:
         """Return the name that torchft registers the group under."""
@@ -218,7 +217,7 @@ class ProcessGroup(ProcessGroupWrapper):
     def _leave(self) -> None:
         """End the quorum, of which nothing goes on."""
         if self._replicas is not None:
-            self._replicas.leave(self._timeout.total_seconds())
+            self._replicas.leave(self._seconds)
             self._sent_before += self._replicas.link.bytes_sent
             self._received_before += self._replicas.link.bytes_received
             self._replicas = None

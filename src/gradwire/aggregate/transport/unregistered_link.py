@@ -37,7 +37,8 @@ class UnregisteredLink(Link):
         for rank in range(self.world):
             if rank != self.rank:
                 with suppress(RuntimeError):  # which says that it has run out of time, or that the other has closed it
-                    self.group.recv([torch.empty(1, device=self.device)], rank, CUT_TAG).wait(timedelta(milliseconds=1))
+                    nothing = torch.empty(1, dtype=torch.uint8, device=self.device)
+                    self.group.recv([nothing], rank, CUT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Leave the group, in which nothing is under way any more."""

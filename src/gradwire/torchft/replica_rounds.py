@@ -23,14 +23,14 @@ from gradwire.errors import GradwireError
 REMEMBERED_QUORUMS = 32
 
 
-class Round(NamedTuple):
+class RoundName(NamedTuple):
     """The name of a round."""
 
     quorum: int
     clock: int
 
 
-class Rounds:
+class ReplicaRounds:
     """Counts the rounds of this replica, names the tensors in them, and ends them.
 
     It owns the memories between exchanges: these write to them, and what they have written counts from here on.
@@ -43,7 +43,7 @@ class Rounds:
         self._sizes: dict[str, torch.Size] = {}
         self._quorum = 0
         self._committed: dict[int, int] = {}  # for each quorum, the clock after the last of its rounds that count
-        self._undecided: Round | None = None
+        self._undecided: RoundName | None = None
         self._is_voting = False
 
     @property
@@ -94,7 +94,7 @@ class Rounds:
             self._ledger.count_step()
             self._committed[self._quorum] = self.clock
         elif self._calls:
-            self._undecided = Round(self._quorum, self.clock)
+            self._undecided = RoundName(self._quorum, self.clock)
         self._calls = 0
 
     def interrupt(self) -> None:
