@@ -73,10 +73,11 @@ bench-federated: $(VENV)/.test ## federated learning on Flower: server cost, byt
 	$(BIN)/python benchmarks/federated.py --fashion-mnist $(or $(DATA),data) --cifar10 $(or $(DATA),data) $(OPTIONS)
 	$(BIN)/python benchmarks/federated_report.py
 
-trials: $(VENV)/.test      ## the aggregator on a bad network, and beside a flood of garbage: five minutes
+trials: $(VENV)/.test      ## the aggregator on a bad network, and beside a flood of garbage; killed replicas of torchft: ten minutes
 	$(BIN)/python tests/aggregator_trials.py --rounds 10000 --loss 0.01 --duplicate 0.01 --reorder 0.01
 	$(BIN)/python tests/aggregator_trials.py --flood 60
 	test $$(id -u) != 0 || $(BIN)/python tests/xdp_trials.py
+	$(BIN)/python tests/torchft_trials.py --kills 20
 
 fuzz: $(VENV)/.test        ## hostile frames and what they cost, aggregator packets, Flower updates, checkpoints: hours
 	$(BIN)/python tests/fuzz_decode.py --frames 500000 --seed 0
