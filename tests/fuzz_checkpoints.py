@@ -115,6 +115,20 @@ class Handle:
         self.load(self.state)
 
 
+class Streaming(Handle):
+    """A state with an exchange under way, saved in the block."""
+
+    def __init__(self) -> None:
+        super().__init__("local_sgd", "co3", sync_every=4, parts=2, overlap=2, outer="nesterov")
+        self.handle.__enter__()
+        for _ in range(3):
+            self._step()
+        self.state = self.handle.state_dict()
+        self.handle.__exit__(KeyError, KeyError(), None)
+        assert self.state["under_way"]["start"]
+        self.handle.load_state_dict(self.state)
+
+
 class ManyRanks(Handle):
     """States of three ranks in one, of which a single process gets the mean; or of one."""
 
@@ -231,6 +245,7 @@ def subjects() -> dict[str, Any]:
         "fsdp": Handle("fsdp", "co3"),
         "local_sgd": Handle("local_sgd", "stc:small=same,ahead=0.5"),
         "diloco": Handle("local_sgd", "diloco:sync_every=1"),
+        "streaming": Streaming(),
         "all_ranks": ManyRanks(),
         "flower": FlowerClient(),
         "train": RunFile(Handle("ddp", "topk:small=same")),

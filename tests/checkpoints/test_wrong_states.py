@@ -278,6 +278,9 @@ OUTER = {
     "buffers": changed(("buffers",), {"x": torch.ones(1)}),
     "pending": changed(("pending",), 1.5),
     "inside": changed(("inside",), "yes"),
+    "turn": changed(("parts", "next"), 1),
+    "steps of parts": changed(("parts", "unsent"), [-1]),
+    "under way": changed(("under_way",), {"part": 0}),
 }
 
 
@@ -285,7 +288,9 @@ OUTER = {
 def test_a_damaged_state_of_local_sgd_changes_nothing(one_rank: None, name: str) -> None:
     state = Run("local_sgd", "diloco:sync_every=1").train().handle.state_dict()
     OUTER[name](state)
-    refused(Run("local_sgd", "diloco:sync_every=1").train(1), state, "outer|anchor|common|buffers|pending|block")
+    refused(
+        Run("local_sgd", "diloco:sync_every=1").train(1), state, "outer|anchor|common|buffers|pending|block|parts|due"
+    )
 
 
 # ── calls that all ranks must make ────────────────────────────────────────────────────────────────

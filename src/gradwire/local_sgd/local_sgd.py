@@ -363,7 +363,7 @@ class LocalSGD:
             self._take_common(names)
         elif under_way.moves:
             self._buffers.take(None if under_way.diverged else under_way.buffers)
-            self._go_on(names, {} if under_way.diverged else under_way.start)
+            self._go_on(names, under_way.start)
         return arrived
 
     def _has_rest(self, name: str, entries: int) -> bool:

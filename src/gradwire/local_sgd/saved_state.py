@@ -106,9 +106,9 @@ def _read_under_way(saved: Any, anchor: Tensors, parts: Sequence[Sequence[str]])
     part, due, start = count_in(saved, "part"), count_in(saved, "due"), saved.get("start")
     if part >= len(parts) or not isinstance(start, Mapping) or set(start) not in (set(), set(parts[part])):
         raise damaged
-    if not all(_is_like(tensor, anchor[name]) for name, tensor in start.items()):
+    if not all(_is_like(t, anchor[name]) and bool(torch.isfinite(t).all()) for name, t in start.items()):
         raise damaged
-    if not all(isinstance(saved.get(key), bool) for key in ("diverged", "moves")):
+    if not all(isinstance(saved.get(key), bool) for key in ("diverged", "moves")) or (saved["diverged"] and start):
         raise damaged
     names = saved.get("buffers")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -33,6 +33,8 @@ class ExchangeUnderWay:
         self.sync = None
         self.diverged, self.moves = own.diverged, any(update.sent for update in arrived)
         self.buffers = sorted(buffers)
+        if own.diverged:
+            self.start = {}  # what this rank has changed since is worth nothing either
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that is left to be done with an exchange that has arrived."""
