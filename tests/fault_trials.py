@@ -65,8 +65,9 @@ def _data_parallel(model: nn.Module, aggregate: str) -> nn.Module:
     return gradwire.DataParallel(model, "co3", aggregate=aggregate, timeout=TIMEOUT)
 
 
-def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    gradwire.LocalSGD(model, optimizer, "co3", sync_every=1, process_group=_impatient_group()).__enter__()
+def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, **options: int) -> nn.Module:
+    options = {"sync_every": 1, **options}
+    gradwire.LocalSGD(model, optimizer, "co3", **options, process_group=_impatient_group()).__enter__()
     return model
 
 
@@ -86,6 +87,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = 
     "DataParallel": lambda model, _: _data_parallel(model, "all_gather"),
     "DataParallel scatter": lambda model, _: _data_parallel(model, "scatter_reduce"),
     "LocalSGD": _local_sgd,
+    "LocalSGD streaming": lambda model, optimizer: _local_sgd(model, optimizer, sync_every=2, parts=2, overlap=1),
 }
 
 

@@ -29,6 +29,7 @@ TRIALS = (
     Trial(KILL, 3, 2, "any moment", "DataParallel scatter", ending="destroy group"),
     Trial(STOP, 3, 0, "forward", store="tcp", ending="exit"),  # the host of the store
     Trial(STOP, 2, 1, "between steps", "LocalSGD", store="file", ending="destroy group"),
+    Trial(KILL, 3, 1, "any moment", "LocalSGD streaming", store="tcp", ending="exit"),
 )
 
 

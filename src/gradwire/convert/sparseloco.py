@@ -2,8 +2,8 @@
 
 The paper sends the 64 largest of 4096 entries. A chunk makes sure that no region of a tensor waits until its entries
 are among the largest of all, and smaller chunks do that better: with 3 of 256 and one magnitude, fewer bits lead to
-the same loss (docs/sparse.md). Positions and levels are those of M22 with m = 0, whose levels are the means of the entries in their
-cells, and entropy-coded; so frames are the usual sparse ones, and do not tell that entries were chosen by chunks.
+the same loss (docs/sparse.md). Positions and levels are those of M22 with m = 0, whose levels are the means of the
+entries in their cells; so frames are the usual sparse ones, and do not tell that entries were chosen by chunks.
 """
 
 from __future__ import annotations
