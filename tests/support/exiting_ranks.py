@@ -61,9 +61,9 @@ def _data_parallel(model: nn.Module) -> Wrapped:
     return Wrapped(wrapped, _sgd(wrapped), wrapped.gradwire.detach)
 
 
-def _local_sgd(model: nn.Module, **options: int) -> Wrapped:
+def _local_sgd(model: nn.Module) -> Wrapped:
     optimizer = _sgd(model)
-    block = gradwire.LocalSGD(model, optimizer, "co3", **{"sync_every": 1, **options})
+    block = gradwire.LocalSGD(model, optimizer, "co3", sync_every=1)
     block.__enter__()
     return Wrapped(model, optimizer, lambda: block.__exit__(*sys.exc_info()))
 
@@ -87,7 +87,6 @@ WRAPPERS: dict[str, tuple[int, Callable[[nn.Module], Wrapped]]] = {
     "ddp.attach scatter_reduce": (2, lambda model: _ddp(model, "co3", aggregate="scatter_reduce")),
     "DataParallel": (2, _data_parallel),
     "LocalSGD": (2, _local_sgd),
-    "LocalSGD streaming": (2, lambda model: _local_sgd(model, sync_every=2, parts=2, overlap=1)),
     "fsdp.attach": (2, _fsdp),
 }
 
