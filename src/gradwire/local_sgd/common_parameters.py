@@ -57,9 +57,11 @@ class CommonParameters:
         """Move these parameters by an outer step along the mean updates; all others stay where they are."""
         for name, mean in means.items():
             self.tensors[name].grad = -mean.to(self.tensors[name].dtype)
-        self.outer.step()
-        for name in means:
-            self.tensors[name].grad = None
+        try:
+            self.outer.step()
+        finally:
+            for name in means:
+                self.tensors[name].grad = None
 
     def take(self, name: str, entries: torch.Tensor) -> None:
         """Give a parameter other values, on all ranks alike; the optimizer's state stays."""

@@ -40,7 +40,7 @@ from gradwire.correct.complex_pairs import as_reals
 from gradwire.correct.momentum import mask_optimizer, reset_optimizer
 from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.errors import AggregateError, GradwireError
-from gradwire.local_sgd.buffers import Buffers, has_real_entries
+from gradwire.local_sgd.buffers import Buffers
 from gradwire.local_sgd.checks import (
     check_model,
     check_overlap,
@@ -50,8 +50,9 @@ from gradwire.local_sgd.checks import (
     divide_spec,
     trainable,
 )
-from gradwire.local_sgd.common_parameters import CommonParameters, Outer, outer_by_name, tensor_bytes
+from gradwire.local_sgd.common_parameters import Outer, outer_by_name
 from gradwire.local_sgd.parts import Turns, divide
+from gradwire.local_sgd.replica import Replica
 from gradwire.local_sgd.saved_state import read_state
 from gradwire.local_sgd.sync_round import RankUpdate, SyncRound
 from gradwire.local_sgd.under_way import ExchangeUnderWay
@@ -98,11 +99,15 @@ class LocalSGD:
         self._parts = divide({name: p.numel() for name, p in self._parameters.items()}, parts)
         self._turns = Turns(len(self._parts))
         self._overlap = check_overlap(overlap, self._turns, self.sync_every, self.recipes)
-        self._common = CommonParameters(self._entries(), outer_by_name(slowest.outer if outer is None else outer))
         self._buffers = Buffers(model, of_buffers)
+        self._replica = Replica(
+            model, self._parameters, outer_by_name(slowest.outer if outer is None else outer), self._buffers,
+            self.recipes, self.memories.errors,
+        )  # fmt: skip
+        self._common = self._replica.common
         self._buffers_every = slowest.buffers_every
         warn_of_idle_patterns(self.recipes.by_pattern, (name for name, _ in model.named_parameters()))
-        self.recipes.know_model(self._entries().items())
+        self.recipes.know_model(self._replica.entries().items())
         self.steps = self.syncs = 0
         self.dense_bytes = 0
         self._steps_before = 0
@@ -117,13 +122,6 @@ class LocalSGD:
     def pending(self) -> int:
         """The steps of this rank since its last exchange."""
         return self._turns.since
-
-    def _entries(self) -> dict[str, torch.Tensor]:
-        """Return the real entries of the parameters that are trained, by name; complex ones are pairs of reals."""
-        return {name: as_reals(p.detach()) for name, p in self._parameters.items()}
-
-    def _entries_of(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        return {name: as_reals(self._parameters[name].detach()) for name in names}
 
     # ── around the loop ──
 
@@ -178,7 +176,7 @@ class LocalSGD:
         """Start all ranks from the same parameters and buffers: rank 0's, which travel only if they differ."""
         self._await()  # an exchange that an exception has left under way
         if not self._mid_round:
-            loaded = [] if self._resumed else self._loaded()
+            loaded = [] if self._resumed else self._replica.loaded()
             for name in loaded:
                 self._common.take(name, as_reals(self._parameters[name].detach()))
             if loaded or not self._inside:
@@ -186,21 +184,21 @@ class LocalSGD:
         link = self._link
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         link.agree({"spec": str(self.recipes), **self._division}, describe(named))
-        states = link.gather_short(self._digest() + bytes([self._mid_round]))
+        states = link.gather_short(self._replica.digest(with_integers=not self._started) + bytes([self._mid_round]))
         if len({state[:-1] for state in states}) > 1:
             if any(state[-1] for state in states):
                 raise AggregateError(
                     "ranks are in the middle of a round, with different common parameters: load the same checkpoint"
                 )
             self._check_same_outer(link)
-            self._take_common()
+            self._replica.take_common()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 link.broadcast(tensor)
-            for name, entries in self._entries().items():
+            for name, entries in self._replica.entries().items():
                 self._common.take(name, entries)
             self._buffers.follow()
         if not self._mid_round:
-            self._go_on(self._parameters)
+            self._replica.go_on(self._parameters)
         self._started, self._resumed = True, False
 
     @property
@@ -223,28 +221,6 @@ class LocalSGD:
                 "the outer optimizers of ranks differ, in their settings or in what they remember: give all ranks the "
                 "same `outer`, and load the state of a checkpoint on all of them or on none"
             )
-
-    def _loaded(self) -> list[str]:
-        """Return the parameters that changed between two blocks, such as by loading a model."""
-        return [
-            name
-            for name, entries in self._entries().items()
-            if not any(
-                torch.equal(entries, t.to(entries.dtype)) for t in (self._common.tensors[name], self._beginning(name))
-            )
-        ]
-
-    def _digest(self) -> bytes:
-        """Return bytes that differ where ranks have other numbers in what they are to share."""
-        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
-        # Integer buffers count the steps of a rank, and may differ later.
-        integers = [] if self._started else [b for b in self.model.buffers() if not has_real_entries(b)]
-        sha = hashlib.sha256()
-        for tensor in (*self._common.tensors.values(), *self._buffers.common.values(), *frozen, *integers):
-            sha.update(tensor_bytes(tensor))
-        for fact in self._common.outer_facts():
-            sha.update(fact)
-        return sha.digest()
 
     def _after_step(self) -> None:
         self.steps += 1
@@ -282,14 +258,14 @@ class LocalSGD:
         overlap = self._overlap if overlap is None else overlap
         send = self._turns.unsent[self._turns.next] > 0
         number = self._turns.take_turn()
-        entries = self._entries_of(self._parts[number])
+        entries = self._replica.entries(self._parts[number])
         if left:
             with_buffers = send or self._buffers.changed()
         else:  # after the last part of a round
-            rounds, rest = divmod(self.ledger.steps, len(self._parts))
-            with_buffers = send and rest == len(self._parts) - 1 and rounds % self._buffers_every == 0
+            rounds = self.ledger.steps // len(self._parts)
+            with_buffers = send and number == len(self._parts) - 1 and rounds % self._buffers_every == 0
         start = {name: e.clone() for name, e in entries.items()} if overlap else {}
-        updates = {name: _difference(e, self._beginning(name)) for name, e in entries.items()}
+        updates = self._replica.updates(self._parts[number])
         with self._undone_on_failure():
             sync = self._connected().start(number, updates, self.steps, send=send, left=left, with_buffers=with_buffers)
         self._under_way = ExchangeUnderWay(number, self.steps + overlap, start, sync)
@@ -297,14 +273,14 @@ class LocalSGD:
     @torch.no_grad()
     def _exchange_rest(self) -> None:
         """Send a larger part of what is left in the error memories: all ranks have left, and no step is to follow."""
-        rest = [name for name, entries in self._entries().items() if self._has_rest(name, entries.numel())]
-        updates = {name: _difference(e, self._common.tensors[name]) for name, e in self._entries_of(rest).items()}
+        rest = [name for name, entries in self._replica.entries().items() if self._has_rest(name, entries.numel())]
+        updates = self._replica.updates(rest, ahead=False)
         with self._undone_on_failure():
             sync = self._connected().start(0, updates, self.steps, send=True, left=True, with_buffers=True, last=True)
         self._under_way = ExchangeUnderWay(0, self.steps, {}, sync)
         self._await()
         self._under_way = None
-        self._take_common()
+        self._replica.take_common()
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
@@ -330,9 +306,10 @@ class LocalSGD:
             return []
         with self._undone_on_failure():
             arrived = sync_round.finish(under_way.sync)
-        if any(update.usable for update in arrived):
-            self._common.move(under_way.sync.updates)
-            self.syncs += 1
+            moves = any(update.usable for update in arrived)
+            if moves:
+                self._common.move(under_way.sync.updates)
+        self.syncs += moves
         own = arrived[self._link.rank]
         if own.diverged:
             self.memories.errors.rollback()  # nothing of this rank's update was used
@@ -360,36 +337,15 @@ class LocalSGD:
             self._turns.send_nothing()
             names = self._parameters
         if left:
-            self._take_common(names)
+            self._replica.take_common(names)
         elif under_way.moves:
             self._buffers.take(None if under_way.diverged else under_way.buffers)
-            self._go_on(names, under_way.start)
+            self._replica.go_on(names, under_way.start)
         return arrived
 
     def _has_rest(self, name: str, entries: int) -> bool:
         """Return whether the last sync has something to send of this parameter."""
         return self.recipes.of(name).flush > 0 and self.recipes.of_tensor(name, entries).decay > 0
-
-    def _beginning(self, name: str) -> torch.Tensor:
-        """Return where this rank goes on from after a sync: the common parameters, plus a part of its error memory."""
-        ahead, memory = self.recipes.of(name).ahead, self.memories.errors.memory.get(name)
-        anchor = self._common.tensors[name]
-        return anchor if not ahead or memory is None else anchor + ahead * memory.to(anchor.device, anchor.dtype)
-
-    def _go_on(self, names: Collection[str], sent: dict[str, torch.Tensor] | None = None) -> None:
-        """Go on from the beginning of a round, plus what this rank has changed since these parameters were `sent`."""
-        for name, entries in self._entries_of(names).items():
-            beginning = self._beginning(name)
-            if sent:
-                start = sent[name].to(entries.device, beginning.dtype)
-                beginning = beginning + (entries.to(beginning.dtype) - start)
-            entries.copy_(beginning)
-
-    def _take_common(self, names: Collection[str] | None = None) -> None:
-        """Give the model what all ranks share: these parameters, or all; and all buffers."""
-        for name, entries in self._entries_of(self._parameters if names is None else names).items():
-            entries.copy_(self._common.tensors[name])
-        self._buffers.take()
 
     # ── what users see ──
 
@@ -402,7 +358,7 @@ class LocalSGD:
         """
         tensors = [*self._parameters.values(), *self.model.buffers()]
         own = [t.clone() for t in tensors]
-        self._take_common()
+        self._replica.take_common()
         try:
             yield
         finally:
@@ -469,8 +425,3 @@ def _remind(*_: object) -> None:
         "the optimizer steps outside of the LocalSGD block, so nothing is exchanged: use `with LocalSGD(…):`",
         stacklevel=3,
     )
-
-
-def _difference(parameter: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Return what local steps have added since the parameter was the anchor, rounded to its own dtype."""
-    return (parameter.to(anchor.dtype) - anchor.to(parameter.dtype).to(anchor.dtype)).float()
