@@ -1,6 +1,6 @@
 """Step time and loss of delayed exchange on a thin link: at once, and in parts beside the training.
 
-    sudo python benchmarks/streaming.py [--rate 100mbit] [--rounds 6] [--json FILE]
+    sudo python benchmarks/streaming.py [--rate 100mbit] [--rounds 5] [--json FILE]
 
 Two ranks, each a host of its own whose link is shaped in both directions (benchmarks/hosts.py: Linux, root, iproute2),
 train a small GPT with AdamW on the sources of Python's standard library, one thread each. Every contestant has
@@ -156,9 +156,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--parts", type=int, default=3)
     parser.add_argument("--overlap", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
