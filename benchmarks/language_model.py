@@ -34,6 +34,8 @@ from torch.nn import functional
 import gradwire
 from delayed import ROWS, Delayed, DelayedWorkers, row
 from gradwire.aggregate.messages.frame_coding import frame_seed
+from gradwire.correct.adam_units import measure_units, power_of_two
+from gradwire.engine.shared_units import is_due
 from language_model_report import plot, read, table
 from powersgd import PowerSGD
 
@@ -72,9 +74,10 @@ class GPT(nn.Module):
 class Frames:
     """Workers whose gradients are averaged through frames of a recipe, each with an error memory."""
 
-    def __init__(self, spec: str, model: nn.Module, workers: int):
-        self.recipe = gradwire.recipe(spec)
-        named = [(name, p) for name, p in model.named_parameters()]
+    def __init__(self, spec: str, model: nn.Module, workers: int, optimizer: torch.optim.Optimizer):
+        self.recipe, self.optimizer = gradwire.recipe(spec), optimizer
+        self.factors = {name: torch.ones((), dtype=torch.float32, device="cpu") for name, _ in model.named_parameters()}
+        named = self.named = [(name, p) for name, p in model.named_parameters()]
         self.large = [[entry] for entry in named if entry[1].numel() >= SMALL]
         self.groups = [*self.large, [entry for entry in named if entry[1].numel() < SMALL]]
         self.memories = [[None] * len(self.groups) for _ in range(workers)]
@@ -83,12 +86,14 @@ class Frames:
     def average(self, gradients: list[dict[str, torch.Tensor]], step: int) -> dict[str, torch.Tensor]:
         mean = {}
         codec = self.recipe.at(step)
+        if self.recipe.in_adam_units and is_due(step):
+            self.renew_units()
         for number, group in enumerate(self.groups):
             names, total = [name for name, _ in group], None
             for worker, of_worker in enumerate(gradients):
                 alone = len(names) == 1
-                joined = of_worker[names[0]] if alone else torch.cat([of_worker[name].flatten() for name in names])
-                joined = joined.cpu().contiguous()
+                scaled = [of_worker[name].cpu() * self.factors[name] for name in names]
+                joined = scaled[0].contiguous() if alone else torch.cat([t.flatten() for t in scaled])
                 memory = self.memories[worker][number]
                 if memory is None and self.recipe.decay:
                     memory = self.memories[worker][number] = torch.zeros(joined.numel())
@@ -104,8 +109,20 @@ class Frames:
             total /= len(gradients)
             parts = [total.flatten()] if len(group) == 1 else total.split([p.numel() for _, p in group])
             for (name, p), part in zip(group, parts, strict=True):
-                mean[name] = part.view_as(p).to(p.device)
+                mean[name] = (part.view(p.shape) / self.factors[name]).to(p.device)
         return mean
+
+    def renew_units(self) -> None:
+        """Let units follow the optimizer, and memories the units, as gradwire.ddp.attach does."""
+        units = {name: u.cpu() for name, u in measure_units(self.optimizer, self.named).items()}
+        changes = {name: power_of_two(u).float() / self.factors[name] for name, u in units.items()}
+        for number, group in enumerate(self.groups):
+            change = torch.cat([changes.get(name, torch.ones(1)).expand(p.shape).flatten() for name, p in group])
+            for of_worker in self.memories:
+                if of_worker[number] is not None:
+                    of_worker[number] *= change
+        for name, change in changes.items():
+            self.factors[name] = self.factors[name] * change
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +155,7 @@ def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> di
     if spec.startswith("powersgd:"):
         exchange = PowerSGD(int(spec.split(":")[1]), o.workers)
     elif spec != "none":
-        exchange = Frames(spec, model, o.workers)
+        exchange = Frames(spec, model, o.workers, optimizer)
     generators = [torch.Generator().manual_seed(1000 * seed + w) for w in range(o.workers)]
     count, started, curve = sum(p.numel() for p in model.parameters()), time.perf_counter(), []
     bar = progress.add_task(f"{spec}, seed {seed}", total=o.steps)

@@ -26,6 +26,11 @@ KEY, MEMORIES = "units", {"memory", "shards"}  # in a state
 Arrange = Callable[[str, torch.Tensor], torch.Tensor]
 
 
+def is_due(step: int) -> bool:
+    """Tell whether units are measured before this step."""
+    return step % EVERY == 0 if step > EVERY else step & (step - 1) == 0
+
+
 class SharedUnits:
     """Scales gradients by units that all ranks share, and means back.
 
@@ -44,7 +49,7 @@ class SharedUnits:
 
     def due(self, step: int) -> bool:
         """Tell whether units are to be measured before this step: the same on all ranks."""
-        return self._loaded is not None or (step % EVERY == 0 if step > EVERY else step & (step - 1) == 0)
+        return self._loaded is not None or is_due(step)
 
     def renew(self, link: Link, arrange: Arrange) -> dict[str, torch.Tensor]:
         """Measure the units, or take those that were loaded; return what memories are to be multiplied by.
