@@ -2,7 +2,8 @@
 
 python tests/torchft_trials.py --kills 20        three replicas, one killed with -9, twenty times; a table of the counts
 
-Half of the kills come at any moment, half in the middle of an exchange.
+Half of the kills come at any moment, half in the middle of an exchange. And now and then a replica discards a round that
+the others commit, as if one had been killed while it sent: that this happens by itself takes more luck than 20 kills.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchft.coordination import LighthouseServer
@@ -40,6 +42,7 @@ class Trial:
     folder: Path
     replicas: int
     asynchronous: bool
+    discards: float
     lighthouse: LighthouseServer = field(init=False)
     processes: list[BaseProcess] = field(default_factory=list)  # of each replica, the one that runs
     starts: list[int] = field(default_factory=list)  # of each replica, which start that is
@@ -57,7 +60,7 @@ class Trial:
             self.starts.append(self.started - 1)
 
     def spawn(self, replica: int) -> BaseProcess:
-        arguments = self.lighthouse.address(), replica, self.started, self.folder, None, self.asynchronous
+        arguments = self.lighthouse.address(), replica, self.started, self.folder, self.asynchronous, self.discards
         self.started += 1
         process = self.context.Process(target=_run, args=arguments)
         process.start()
@@ -117,11 +120,11 @@ class Trial:
         self.lighthouse.shutdown()
 
 
-def _run(lighthouse: str, replica: int, start: int, folder: Path, make_group: None, asynchronous: bool) -> None:
+def _run(lighthouse: str, replica: int, start: int, folder: Path, *options: Any) -> None:
     output = os.open(folder / f"output.{start}", os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(output, standard)
-    torchft_replica.train(lighthouse, replica, start, folder, make_group, asynchronous)
+    torchft_replica.train(lighthouse, replica, start, folder, *options)
 
 
 # ── what the journals say ──
@@ -210,6 +213,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--synchronous", action="store_true", help="heal before a step, not beside it")
+    parser.add_argument("--discards", type=float, default=0.01, help="share of rounds that a replica discards alone")
     parser.add_argument("--keep", type=Path, help="keep the journals in this folder")
     options = parser.parse_args()
     chance = random.Random(options.seed)
@@ -217,7 +221,7 @@ def main() -> int:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        trial = Trial(folder, options.replicas, not options.synchronous)
+        trial = Trial(folder, options.replicas, not options.synchronous, options.discards)
         try:
             for kill in range(options.kills):
                 trial.await_commits(trial.starts)

@@ -14,7 +14,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,13 +69,16 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def train(
-    lighthouse: str, replica: int, start: int, folder: Path, make_group: Callable[[], Any] | None = None,
-    asynchronous: bool = True,
-) -> None:  # fmt: skip
-    """Train until the file `stop` names a step that has been committed; then save what arrived and what is left."""
+    lighthouse: str, replica: int, start: int, folder: Path, asynchronous: bool = True, discards: float = 0.0
+) -> None:
+    """Train until the file `stop` names a step that has been committed; then save what arrived and what is left.
+
+    In this share of its rounds the replica behaves as if not everything had arrived here, as when another is killed
+    while it sends.
+    """
     torch.set_num_threads(1 + start % 2)  # exchanges in the training's own thread, or in another one
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    group = gradwire.torchft.ProcessGroup(SPEC, timeout=timedelta(seconds=20)) if make_group is None else make_group()
+    group = gradwire.torchft.ProcessGroup(SPEC, timeout=timedelta(seconds=20))
     net, arrived = Net(), torch.zeros(PARTS, PART)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 
@@ -112,6 +114,8 @@ def train(
         integers = in_its_part(start, integers_of(start, attempt))
         manager.allreduce(integers, reduce_op=ReduceOp.SUM).wait()
         exchanging.clear()
+        if random.random() < discards:
+            manager.report_error(RuntimeError("as if not everything had arrived"))
         if manager.should_commit():
             optimizer.step()
             arrived += integers

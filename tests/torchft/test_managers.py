@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import ReduceOp, TCPStore
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
@@ -23,7 +23,7 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 import gradwire
 import torchft
 from gradwire.errors import GradwireError
-from support.torchft_groups import in_threads, make
+from support.torchft_groups import EXACT, D, Integers, in_threads, left, make
 
 TRIALS = Path(__file__).parents[1] / "torchft_trials.py"
 
@@ -138,6 +138,40 @@ def test_local_sgd_averages_parameters(lighthouse):
     replicas, losses = trained(lighthouse, train)
     assert alike(replicas)
     assert all(sum(of[-5:]) < 0.8 * sum(of[:5]) for of in losses)
+
+
+def test_a_round_that_one_replica_commits_and_the_other_does_not(lighthouse):
+    """Replica 1 takes the weights of replica 0 then, in which is what it has sent itself: it must not send that again."""
+    arrived = [torch.zeros(D), torch.zeros(D)]
+    sent: list[dict[tuple[int, int], torch.Tensor]] = [{}, {}]
+    counts: set[tuple[int, int]] = set()
+    decisions: list[list[bool]] = [[], []]
+
+    def train(replica: Replica) -> list[float]:
+        manager, rank, gradients = replica.manager, replica.rank, Integers(replica.rank)
+        manager.register_state_dict_fn("arrived", arrived[rank].copy_, arrived[rank].clone)
+        while manager.current_step() < 8:
+            manager.start_quorum()
+            manager.wait_quorum()
+            key = manager._quorum_id, manager.current_step()
+            integers = gradients.next()
+            if manager.is_participating():
+                sent[rank][key] = integers.clone()
+            manager.allreduce(integers, reduce_op=ReduceOp.SUM).wait()
+            if rank == 1 and key[1] == 3 and not any(d is False for d in decisions[1]):
+                manager.report_error(RuntimeError("as if a replica had been killed before all had arrived here"))
+            decisions[rank].append(manager.should_commit())
+            if decisions[rank][-1]:
+                arrived[rank] += integers
+                if rank == 0:
+                    counts.add(key)
+        return []
+
+    replicas, _ = trained(lighthouse, train, spec=EXACT)
+    torn = next(i for i, committed in enumerate(decisions[1]) if not committed)
+    assert decisions[0][torn] and torch.equal(arrived[0], arrived[1])
+    computed = sum((g for of in sent for key, g in of.items() if key in counts), torch.zeros(D))
+    assert torch.equal(arrived[0] + sum(left(replica.group) for replica in replicas), computed)
 
 
 def test_an_error_of_gradwire_reaches_the_loop(lighthouse):

@@ -107,6 +107,8 @@ class Replicas:
                 copies.put_back(wait=True)
                 copies.clear()
                 then()
+                if work.tensor.is_cuda:  # whoever waits for the sum goes on in another stream
+                    torch.cuda.current_stream(work.tensor.device).synchronize()
                 with self._lock:
                     self._under_way.discard(work)
                 work.succeed()

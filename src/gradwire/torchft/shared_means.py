@@ -47,6 +47,8 @@ class SharedMeans:
             if takes_part and mean is None:
                 self._take_memory(name, sent)
 
+        if sent.is_cuda:  # the exchange thread has a stream of its own
+            torch.cuda.current_stream(sent.device).synchronize()
         replicas.before_next(prepare)
         complete = functools.partial(self._complete, name, tensor, sent, mean, counts)
         return replicas.add_up(name if mean is not None else EXACT + name, sent, complete)
