@@ -2,8 +2,8 @@
 
 python tests/torchft_trials.py --kills 20        three replicas, one killed with -9, twenty times; a table of the counts
 
-Half of the kills come at any moment, half in the middle of an exchange. And now and then a replica discards a round that
-the others commit, as if one had been killed while it sent: that this happens by itself takes more luck than 20 kills.
+Half of the kills come at any moment, half in the middle of an exchange. And now and then a replica discards a round
+that the others commit, as if one had been killed while it sent: by itself that takes more luck than 20 kills have.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_local_sgd_averages_parameters(lighthouse):
 
 
 def test_a_round_that_one_replica_commits_and_the_other_does_not(lighthouse):
-    """Replica 1 takes the weights of replica 0 then, in which is what it has sent itself: it must not send that again."""
+    """Replica 1 takes the weights of replica 0, in which is what it has sent: it must not send that again."""
     arrived = [torch.zeros(D), torch.zeros(D)]
     sent: list[dict[tuple[int, int], torch.Tensor]] = [{}, {}]
     counts: set[tuple[int, int]] = set()
