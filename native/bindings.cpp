@@ -16,7 +16,8 @@ using namespace gradwire;
 namespace {
 
 // Python's view of a format and step: (min_exponent, mantissa, zero_symbol, top_index, has_sign, largest).
-Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, std::optional<uint64_t> seed) {
+Quantizer make_quantizer(nb::tuple fmt, float decay, float step, const float* values, size_t symbols,
+                         std::optional<uint64_t> seed) {
     require(fmt.size() == 6, "a format has six numbers");
     Quantizer q{};
     q.min_exponent = nb::cast<int>(fmt[0]);
@@ -27,8 +28,8 @@ Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, 
     q.largest = nb::cast<float>(fmt[5]);
     q.decay = decay;
     q.inverse = 1.0f / step;
-    q.values = values.data();
-    q.symbols = int(values.size());
+    q.values = values;
+    q.symbols = int(symbols);
     q.stochastic = seed.has_value();
     q.seed = seed.value_or(0);
     // Exponents stay in range while a is rounded, and no symbol lies outside the values.
@@ -37,6 +38,10 @@ Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, 
     require(!q.has_sign || q.zero_symbol >= q.top_index, "bad format");
     require(q.symbols <= kMaxSymbols && q.symbols == q.zero_symbol + q.top_index + 1, "values do not fit the format");
     return q;
+}
+
+Quantizer make_quantizer(nb::tuple fmt, float decay, float step, Floats values, std::optional<uint64_t> seed) {
+    return make_quantizer(fmt, decay, step, values.data(), values.size(), seed);
 }
 
 void quantize_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
@@ -167,29 +172,95 @@ std::vector<double> squared_errors(Floats u, std::vector<float> steps, nb::tuple
 }
 
 // Which of the other steps is clearly better for the entries that are not zero, or -1: `scanned` of them propose one.
-int better_step(Floats u, float step, std::vector<float> others, size_t scanned, double clearly, nb::tuple fmt,
-                Floats values) {
-    require(!others.empty() && scanned, "nothing to compare");
-    const std::vector<Quantizer> quantizers = quantizers_of(others, fmt, values);
-    const Quantizer own = make_quantizer(fmt, 0, step, values, std::nullopt);
-    nb::gil_scoped_release release;
-    std::vector<float> entries(u.size()), some;
+int better_step(const std::vector<Quantizer>& others, const float* steps, const Quantizer& own, float step,
+                const float* u, size_t count, size_t scanned, double clearly, std::vector<float>& entries,
+                std::vector<float>& some) {
+    entries.resize(count);
+    some.clear();
     size_t n = 0;
-    for (size_t i = 0; i < u.size(); i++) {
-        entries[n] = u.data()[i];
-        n += u.data()[i] != 0;
+    for (size_t i = 0; i < count; i++) {
+        entries[n] = u[i];
+        n += u[i] != 0;
     }
     const size_t every = std::max<size_t>(1, n / scanned);
     for (size_t i = 0; i < n; i += every) some.push_back(entries[i]);
-    int best = 0;
+    size_t best = 0;
     double least = 0;
     for (size_t i = 0; i < others.size(); i++) {
-        const double error = squared_error(quantizers[i], others[i], some.data(), some.size());
-        if (!i || error < least) least = error, best = int(i);
+        const double error = squared_error(others[i], steps[i], some.data(), some.size());
+        if (!i || error < least) least = error, best = i;
     }
     const double error = squared_error(own, step, entries.data(), n);
-    return squared_error(quantizers[size_t(best)], others[size_t(best)], entries.data(), n) < error * clearly ? best
-                                                                                                              : -1;
+    return squared_error(others[best], steps[best], entries.data(), n) < error * clearly ? int(best) : -1;
+}
+
+void require_segments(Ints lengths, size_t entries) {
+    size_t total = 0;
+    for (size_t i = 0; i < lengths.size(); i++) {
+        require(lengths.data()[i] > 0 && size_t(lengths.data()[i]) <= entries - total, "segments do not fit");
+        total += size_t(lengths.data()[i]);
+    }
+    require(total == entries, "segments do not fill the tensor");
+}
+
+// `out` has three numbers for each segment: how many entries are not zero, and the sums of magnitudes and squares.
+void segment_moments(Floats x, Ints lengths, Written<double> out) {
+    require_segments(lengths, x.size());
+    require(out.size() == 3 * lengths.size(), "out has the wrong size");
+    nb::gil_scoped_release release;
+    const float* at = x.data();
+    for (size_t i = 0; i < lengths.size(); at += lengths.data()[i++]) {
+        int64_t nonzero;
+        double* sums = out.data() + 3 * i;
+        moments(at, size_t(lengths.data()[i]), nonzero, sums[1], sums[2]);
+        sums[0] = double(nonzero);
+    }
+}
+
+// For each segment the number of the other step (a row of `others`) that is clearly better, or -1.
+void better_steps(Floats u, Ints lengths, Floats steps, Floats others, size_t scanned, double clearly, nb::tuple fmt,
+                  Floats values, IntsOut best) {
+    require_segments(lengths, u.size());
+    const size_t n = lengths.size();
+    require(n && steps.size() == n && best.size() == n && scanned, "nothing to compare, or the wrong size");
+    const size_t width = others.size() / n;
+    require(width && others.size() == n * width, "others has the wrong size");
+    Quantizer own = make_quantizer(fmt, 0, 1, values, std::nullopt);
+    nb::gil_scoped_release release;
+    std::vector<Quantizer> quantizers(width, own);
+    std::vector<float> entries, some;
+    const float* at = u.data();
+    for (size_t i = 0; i < n; at += lengths.data()[i++]) {
+        const float* row = others.data() + i * width;
+        own.inverse = 1.0f / steps.data()[i];
+        for (size_t k = 0; k < width; k++) quantizers[k].inverse = 1.0f / row[k];
+        best.data()[i] = better_step(quantizers, row, own, steps.data()[i], at, size_t(lengths.data()[i]), scanned,
+                                     clearly, entries, some);
+    }
+}
+
+// Like `quantize`, with a step and a row of values for each segment.
+void quantize_segments(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
+                       Ints lengths, Floats steps, nb::tuple fmt, Floats values, std::optional<uint64_t> seed,
+                       BytesOut symbols) {
+    const Stream s = make_stream(gradient, memory, memory_out);
+    require_segments(lengths, s.count);
+    const size_t n = lengths.size(), width = n ? values.size() / n : 0;
+    require(n && steps.size() == n && values.size() == n * width && symbols.size() == s.count, "wrong size");
+    Quantizer q = make_quantizer(fmt, decay, 1, values.data(), width, seed);
+    nb::gil_scoped_release release;
+    size_t start = 0;
+    for (size_t i = 0; i < n; i++) {
+        const size_t length = size_t(lengths.data()[i]);
+        q.inverse = 1.0f / steps.data()[i];
+        q.values = values.data() + i * width;
+        q.seed = seed.value_or(0) + start;
+        Stream part = s.part(start, length);
+        part.first = 0;
+        part.far = false;
+        quantize(q, part, symbols.data() + start, 1);
+        start += length;
+    }
 }
 
 }  // namespace
@@ -240,7 +311,11 @@ NB_MODULE(_native, m) {
     }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"),
           nb::arg("out"));
     m.def("squared_errors", &squared_errors);
-    m.def("better_step", &better_step);
+    m.def("segment_moments", &segment_moments);
+    m.def("better_steps", &better_steps);
+    m.def("quantize_segments", &quantize_segments, nb::arg("gradient"), nb::arg("memory").none(),
+          nb::arg("memory_out").none(), nb::arg("decay"), nb::arg("lengths"), nb::arg("steps"), nb::arg("fmt"),
+          nb::arg("values"), nb::arg("seed").none(), nb::arg("symbols"));
     m.def("quantize", &quantize_entries, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("fmt"), nb::arg("values"), nb::arg("seed").none(),
           nb::arg("symbols"), nb::arg("threads") = 1);

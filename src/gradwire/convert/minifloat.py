@@ -7,7 +7,6 @@ with the same model, or with their histogram where that is shorter.
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,27 +43,35 @@ class StepFit:
 
 def fit(fmt: Format, sample: torch.Tensor) -> StepFit | None:
     """Return the step with the least squared error under the fitted GenNorm; None if all entries are zero."""
-    nonzero, total_abs, total_square = kernels.moments(sample)
-    if not nonzero:
-        return None
-    if not math.isfinite(total_square):
-        raise NonFinite
-    mean_abs, mean_square = total_abs / nonzero, total_square / nonzero
-    index = gennorm_moments.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm_moments.GRID - 1
-    zeros = 1 - nonzero / sample.numel()
-    zero_mass = min(gennorm_tables.ZERO_STEPS - 1, round(zeros * gennorm_tables.ZERO_STEPS))
-    step = round_step(mean_abs * gennorm_tables.step_over_mean(fmt, index))
-    return StepFit(_try_others(fmt, sample, step), index, zero_mass)
+    return fit_segments(fmt, sample, np.array([sample.numel()]))[0]
 
 
-def _try_others(fmt: Format, sample: torch.Tensor, step: float) -> float:
-    """Return a nearby step that is clearly better on the sample than the model's step, or else the model's step.
+def fit_segments(fmt: Format, u: torch.Tensor, lengths: np.ndarray) -> list[StepFit | None]:
+    """Return what `fit` does, for each of the tensors with these lengths that were laid end to end.
 
-    A few outliers can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. A part of the sample
-    proposes a step and all of it decides, since the part may have missed the outliers that matter.
+    A nearby step is taken that is clearly better on the entries than the model's step, if there is one: a few outliers
+    can make the moments say β = 0.2 of a tensor that is otherwise well-behaved. A part of the entries proposes a step
+    and all of them decide, since the part may have missed the outliers that matter.
     """
-    others: list[float] = round_steps(step * NEARBY).tolist()
-    return kernels.better_step(sample, step, others, SCANNED, CLEARLY, fmt)
+    nonzero, total_abs, total_square = kernels.segment_moments(u, lengths).T
+    if not np.isfinite(total_square).all():
+        raise NonFinite
+    steps, models_of = np.ones(len(lengths)), []
+    for i, count in enumerate(nonzero.tolist()):
+        if not count:
+            models_of.append(None)
+            continue
+        mean_abs, mean_square = float(total_abs[i]) / count, float(total_square[i]) / count
+        index = gennorm_moments.nearest_index(mean_abs, mean_square) if mean_square > 0 else gennorm_moments.GRID - 1
+        zeros = 1 - count / int(lengths[i])
+        zero_mass = min(gennorm_tables.ZERO_STEPS - 1, round(zeros * gennorm_tables.ZERO_STEPS))
+        steps[i] = mean_abs * gennorm_tables.step_over_mean(fmt, index)
+        models_of.append((index, zero_mass))
+    steps = round_steps(steps)
+    found = kernels.better_steps(u, lengths, steps, round_steps(steps[:, None] * NEARBY), SCANNED, CLEARLY, fmt)
+    return [
+        None if model is None else StepFit(step, *model) for step, model in zip(found.tolist(), models_of, strict=True)
+    ]
 
 
 def round_steps(steps: np.ndarray) -> np.ndarray:
@@ -83,8 +90,13 @@ def round_step(step: float) -> float:
 @lru_cache(maxsize=512)
 def values(fmt: Format, step: float, dtype: torch.dtype) -> torch.Tensor:
     """Return what each symbol stands for, as fp32: one rounded product, then rounded to the tensor's own dtype."""
+    return values_of_steps(fmt, np.array([step]), dtype)[0]
+
+
+def values_of_steps(fmt: Format, steps: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Return a row of `values` for each step."""
     with np.errstate(over="ignore", under="ignore"):
-        exact = torch.from_numpy(fmt.levels.astype(np.float32) * np.float32(step))
+        exact = torch.from_numpy(fmt.levels.astype(np.float32) * steps.astype(np.float32)[:, None])
     return limit_to(exact, dtype).float()
 
 
@@ -217,24 +229,25 @@ class Minifloat(Converter):
     def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Encode several small tensors, each with its own step; their symbols are coded together."""
         conversion.require_finite()  # all of it, before the memory of the first segment changes
+        lengths = np.array(conversion.segments)
+        if self.stochastic:
+            ends = np.cumsum(lengths).tolist()
+            parts = [conversion.slice(end - n, end) for n, end in zip(conversion.segments, ends, strict=True)]
+            fits = [self._fit_range(part) for part in parts]
+        else:
+            fits = fit_segments(self.format, conversion.compensated(), lengths)
+        steps = np.array([fitted.step if fitted else 1.0 for fitted in fits])
         side = bytearray(pack_format(self.format) + varint(len(conversion.segments)))
-        pieces, fits, position = [], [], 0
-        for length in conversion.segments:
-            part = conversion.slice(position, position + length)
-            fitted = self.fit(part, part.compensated())
-            step = fitted.step if fitted else 1.0
+        for length, step in zip(conversion.segments, steps.tolist(), strict=True):
             side += varint(length) + bfloat16(step)
-            pieces.append(
-                self._quantize(
-                    part, step, values(self.format, step, conversion.dtype), part.seed if self.stochastic else None
-                )
-            )
-            fits += [fitted] if fitted else []
-            position += length
-        symbols = torch.cat(pieces)
+        symbols = kernels.quantize_segments(
+            conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, lengths, steps,
+            self.format, values_of_steps(self.format, steps, conversion.dtype),
+            conversion.seed if self.stochastic else None,
+        )  # fmt: skip
         counts = kernels.histogram(symbols, self.format.symbols)
-        typical = sorted(fits, key=lambda f: f.beta_index)[len(fits) // 2] if fits else None
-        coding = self._choose(counts, conversion.count, typical)
+        used = sorted((fitted for fitted in fits if fitted), key=lambda fitted: fitted.beta_index)
+        coding = self._choose(counts, conversion.count, used[len(used) // 2] if used else None)
         return write(out, bytes(side), compress.encode(in_host_memory(symbols), self.format, coding))
 
 
@@ -247,6 +260,7 @@ def write(out: torch.Tensor, *parts: bytes) -> int:
     return position
 
 
+@lru_cache(maxsize=64)
 def pack_format(fmt: Format) -> bytes:
     """Return the bytes of a float format: the number of a preset, or all fields of another one."""
     for number, preset in enumerate(PRESETS.values()):

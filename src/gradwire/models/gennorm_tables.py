@@ -30,6 +30,7 @@ def has_table(fmt: Format) -> bool:
     return fmt in PRESETS.values()
 
 
+@lru_cache(maxsize=1024)
 def step_over_mean(fmt: Format, index: int) -> float:
     """Return the best step, in units of E|x|, for the β of this index; formats without a table take longer."""
     beta = float(BETAS[index])

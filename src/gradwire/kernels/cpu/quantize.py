@@ -18,16 +18,9 @@ from gradwire.kernels.reference.quantize import RUN, SAMPLE, SAMPLE_RUNS
 from gradwire.small_float_formats import Format
 
 __all__ = [
-    "absmax",
-    "better_step",
-    "histogram",
-    "moments",
-    "quantize",
-    "quantize_rans",
-    "sample",
-    "squared_errors",
-    "to_symbols",
-]
+    "absmax", "better_steps", "histogram", "moments", "quantize", "quantize_rans", "quantize_segments", "sample",
+    "segment_moments", "squared_errors", "to_symbols",
+]  # fmt: skip
 
 
 def _is_sampled(gradient: torch.Tensor) -> bool:
@@ -80,11 +73,39 @@ def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[flo
 
 
 @where(flat_fp32)
-def better_step(u: torch.Tensor, step: float, others: list[float], scanned: int, clearly: float, fmt: Format) -> float:
-    """Compare all steps in one call."""
-    values = as_array(_no_values(fmt.symbols))
-    best = _native.better_step(as_array(u), step, others, scanned, clearly, _format(fmt), values)
-    return step if best < 0 else others[best]
+def segment_moments(x: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+    """Return the sums of all segments."""
+    out = np.empty((len(lengths), 3))
+    _native.segment_moments(as_array(x), lengths, out.ravel())
+    return out
+
+
+@where(flat_fp32)
+def better_steps(
+    u: torch.Tensor, lengths: np.ndarray, steps: np.ndarray, others: np.ndarray, scanned: int, clearly: float,
+    fmt: Format,
+) -> np.ndarray:  # fmt: skip
+    """Compare all steps of all segments."""
+    best = np.empty(len(lengths), dtype=np.int64)
+    _native.better_steps(
+        as_array(u), lengths, steps.astype(np.float32), others.astype(np.float32).ravel(), scanned, clearly,
+        _format(fmt), as_array(_no_values(fmt.symbols)), best,
+    )  # fmt: skip
+    return np.where(best < 0, steps, others[np.arange(len(best)), best])
+
+
+@where(flat_fp32)
+def quantize_segments(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
+    lengths: np.ndarray, steps: np.ndarray, fmt: Format, values: torch.Tensor, seed: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute symbols and error memory of all segments."""
+    symbols = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu")
+    _native.quantize_segments(
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, lengths, steps.astype(np.float32),
+        _format(fmt), as_array(values.reshape(-1)), as_seed(seed), as_array(symbols),
+    )  # fmt: skip
+    return symbols
 
 
 @where(flat_fp32)

@@ -9,8 +9,8 @@ from gradwire.kernels.reference.generator import mix, uniform
 from gradwire.small_float_formats import Format
 
 __all__ = [
-    "FLOAT_MAX", "SAMPLE", "absmax", "better_step", "compensate", "dequantize", "histogram", "moments", "quantize",
-    "quantize_rans", "sample", "squared_errors", "to_symbols",
+    "FLOAT_MAX", "SAMPLE", "absmax", "better_steps", "compensate", "dequantize", "histogram", "moments", "quantize",
+    "quantize_rans", "quantize_segments", "sample", "segment_moments", "squared_errors", "to_symbols",
 ]  # fmt: skip
 
 SAMPLE_RUNS, RUN = 1024, 64
@@ -86,17 +86,29 @@ def squared_errors(u: torch.Tensor, steps: list[float], fmt: Format) -> list[flo
     return [float((u.double() - dequantize(to_symbols(u, step, fmt), levels) * step).square().sum()) for step in steps]
 
 
-def better_step(u: torch.Tensor, step: float, others: list[float], scanned: int, clearly: float, fmt: Format) -> float:
-    """Return that of the other steps whose squared error is below `clearly` times that of the step; or the step itself.
+def segment_moments(x: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+    """Return a row for each segment of x: the number of entries that are not zero, sums of magnitudes and squares."""
+    return np.array([moments(part) for part in x.split(lengths.tolist())], dtype=np.float64)
 
-    Zeros cost no error at any step, and do not count. About `scanned` of all entries propose another step, and all of
-    them decide.
+
+def better_steps(
+    u: torch.Tensor, lengths: np.ndarray, steps: np.ndarray, others: np.ndarray, scanned: int, clearly: float,
+    fmt: Format,
+) -> np.ndarray:  # fmt: skip
+    """Return the step of each segment, or another one (of its row) whose squared error is below `clearly` times that.
+
+    Zeros cost no error at any step, and do not count. About `scanned` of a segment's entries propose another step, and
+    all of them decide.
     """
-    entries = u[u != 0]
-    errors = squared_errors(entries[:: max(1, entries.numel() // scanned)], others, fmt)
-    best = min(range(len(others)), key=errors.__getitem__)
-    error, other_error = squared_errors(entries, [step, others[best]], fmt)
-    return others[best] if other_error < error * clearly else step
+    result = steps.copy()
+    for i, part in enumerate(u.split(lengths.tolist())):
+        entries, row = part[part != 0], others[i].tolist()
+        errors = squared_errors(entries[:: max(1, entries.numel() // scanned)], row, fmt)
+        best = min(range(len(row)), key=errors.__getitem__)
+        error, other_error = squared_errors(entries, [float(steps[i]), row[best]], fmt)
+        if other_error < error * clearly:
+            result[i] = row[best]
+    return result
 
 
 def inverse(step: float) -> torch.Tensor:
@@ -120,6 +132,21 @@ def quantize(
     if memory_out is not None:
         torch.sub(u, dequantize(symbols, values), out=memory_out)
     return symbols
+
+
+def quantize_segments(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
+    lengths: np.ndarray, steps: np.ndarray, fmt: Format, values: torch.Tensor, seed: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Do `quantize` for each segment, with a step and a row of values of its own."""
+    pieces, start = [], 0
+    for i, length in enumerate(lengths.tolist()):
+        here = slice(start, start + length)
+        before, after = (None if m is None else m[here] for m in (memory, memory_out))
+        seed_here = None if seed is None else seed + start
+        pieces.append(quantize(gradient[here], before, after, decay, float(steps[i]), fmt, values[i], seed_here))
+        start += length
+    return torch.cat(pieces)
 
 
 def dequantize(symbols: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
