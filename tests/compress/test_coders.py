@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 from collections.abc import Callable
@@ -133,6 +134,25 @@ def test_raw_round_trip(backend, symbols, width):
     packed = kernels.pack_bits(symbols, width)
     assert len(packed) == math.ceil(len(symbols) * width / 8)
     assert kernels.unpack_bits(memoryview(packed), len(symbols), width, 2**width).tolist() == symbols.tolist()
+
+
+@pytest.mark.parametrize("longest", [3, 12, 15])
+def test_long_huffman_data(backend, longest):
+    """Codes in and beyond the windows of the decoder; damaged data is refused or decodes to as many symbols."""
+    if backend == "reference":
+        pytest.skip("slow, and not what is tested")
+    frequencies = np.array([2**i for i in range(longest)] + [1])
+    lengths, codes = huffman_code(frequencies)
+    assert lengths.max() == longest
+    rng = np.random.default_rng(longest)
+    symbols = rng.choice(len(frequencies), 40_003, p=frequencies[::1] / frequencies.sum()).astype(np.uint8)
+    symbols[1000:1050] = int(lengths.argmax())
+    data = kernels.huffman_encode(symbols, lengths, codes)
+    assert (kernels.huffman_decode(memoryview(data), len(symbols), lengths, codes) == symbols).all()
+    for wrong in (data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 1 << 7])):
+        with contextlib.suppress(FrameError):
+            assert len(kernels.huffman_decode(memoryview(wrong), len(symbols), lengths, codes)) == len(symbols)
+            assert wrong not in (data[:-1], data + b"\0")
 
 
 @given(coded(shortest=0))

@@ -115,6 +115,26 @@ def test_native_search_equals_the_reference(method: str, levels: int, data: st.D
         assert found.tobytes() == expected.tobytes(), name
 
 
+@pytest.mark.skipif(native is None, reason="no native module")
+@pytest.mark.parametrize("kind", ["normal", "heavy", "offset", "even", "sparse", "equal", "large", "tiny", "far apart"])
+def test_two_levels_of_large_buckets(kind: str) -> None:
+    """Bins are sorted only where a split could gain most; where sums are not exact, everything is."""
+    rng = np.random.default_rng(len(kind))
+    for count in (64, 513, 3000):
+        x = rng.standard_normal(count)
+        x = {
+            "normal": x, "heavy": x**9, "offset": x * 1e-3 + 5, "even": np.round(3 * x), "large": np.abs(x) * 1e30,
+            "sparse": np.where(rng.random(count) < 0.9, 0, x), "equal": np.repeat(x[: count // 7 + 1], 7)[:count],
+            "tiny": x * 1e-40, "far apart": np.sign(x) * 10.0 ** rng.uniform(-30, 30, count),
+        }[kind]  # fmt: skip
+        u = torch.from_numpy(x.astype(np.float32))
+        starts = np.append(np.arange(0, count, 512), count)
+        expected = reference.search_levels(u, None, 0.0, starts, None, 2, "two")
+        for name in BACKENDS[1:]:
+            native.use(name)
+            assert native.search_levels(u, None, 0.0, starts, None, 2, "two").tobytes() == expected.tobytes(), name
+
+
 @for_each("spec", SPECS)
 def test_error_feedback_conserves_what_receivers_decode(spec: str) -> None:
     codec = gradwire.codec(spec)

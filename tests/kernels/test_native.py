@@ -162,6 +162,23 @@ def test_squared_errors(stream, steps):
         assert got == pytest.approx(expected, rel=1e-5, abs=slack)
 
 
+@given(stream=streams(longest=500), cuts=st.lists(st.integers(1, 499), max_size=6))
+def test_segments_are_what_each_is_alone(stream, cuts):
+    grad, memory, decay, step, fmt = stream
+    ends = sorted({cut for cut in cuts if cut < len(grad)} | {len(grad)})
+    lengths = np.diff([0, *ends])
+    steps = np.array([float(np.float32(step * 2.0**i)) for i in range(len(lengths))])
+    values = torch.stack([torch.from_numpy(fmt.levels.astype(np.float32)) * float(s) for s in steps])
+    left = torch.empty_like(grad)
+    expected = reference.quantize_segments(grad, memory, left, decay, lengths, steps, fmt, values)
+    for name in each_set():
+        out = torch.empty_like(grad)
+        assert bits(native.quantize_segments(grad, memory, out, decay, lengths, steps, fmt, values)) == bits(expected)
+        assert bits(out) == bits(left), name
+        sums = native.segment_moments(grad, lengths)
+        assert [tuple(row) for row in sums] == [native.moments(part) for part in grad.split(lengths.tolist())]
+
+
 @pytest.mark.parametrize("count", [65_537, 65_600, 100_003, 300_000])
 def test_sample(count):
     grad, memory = gradient(count), gradient(count, 1)

@@ -56,7 +56,8 @@ def fit_segments(fmt: Format, u: torch.Tensor, lengths: np.ndarray) -> list[Step
     nonzero, total_abs, total_square = kernels.segment_moments(u, lengths).T
     if not np.isfinite(total_square).all():
         raise NonFinite
-    steps, models_of = np.ones(len(lengths)), []
+    steps = np.ones(len(lengths))
+    models_of: list[tuple[int, int] | None] = []
     for i, count in enumerate(nonzero.tolist()):
         if not count:
             models_of.append(None)
@@ -77,7 +78,8 @@ def fit_segments(fmt: Format, u: torch.Tensor, lengths: np.ndarray) -> list[Step
 def round_steps(steps: np.ndarray) -> np.ndarray:
     """Return what `round_step` does, of each of these steps."""
     bits = np.clip(steps, SMALLEST_STEP, LARGEST_STEP).astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    rounded: np.ndarray = ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    return rounded
 
 
 def round_step(step: float) -> float:
