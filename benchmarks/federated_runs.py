@@ -72,7 +72,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Chosen well rather than the full product.
 CHOICE: dict[str, tuple[str, ...]] = {
     "cifar10-100-iid": (
-        PLAIN, "fp16", "co3", "structured 3%", "structured 10%", "structured 20%", "m22", "stc up+down", "adaquantfl",
+        PLAIN,
+        "fp16",
+        "co3",
+        "structured 3%",
+        "structured 10%",
+        "structured 20%",
+        "m22",
+        "stc up+down",
+        "adaquantfl",
     ),
     "cifar10-100-skew": (PLAIN, "co3", "structured 10%", "structured 20%", "m22", "stc up+down"),
     "cifar10-10-iid": (PLAIN, "ecq 2 bits", "ecq 1.5 bits", "m22"),

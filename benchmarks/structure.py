@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import structure_speed
 import torch
 import zstandard
 from rich.progress import track
 
 import gradwire
+import structure_speed
 from gradwire import kernels
 from gradwire.convert.grid_search import Curve
 

@@ -19,8 +19,7 @@ struct Lanes {
     double all;  // that the classes may have together
     int together;
 
-    explicit Lanes(double bits)
-        : all(bits / kBitsPerLane), together(all >= kMany ? 64 : all >= kSome ? 32 : 16) {}
+    explicit Lanes(double bits) : all(bits / kBitsPerLane), together(all >= kMany ? 64 : all >= kSome ? 32 : 16) {}
     void give(SymbolStream& s, size_t total) const {
         if (s.count < (all >= kSome ? kLongEnough : kLong)) return;
         s.lanes = together;
@@ -201,8 +200,8 @@ int read_symbols(Bytes data, int alphabet, int implied, BytesOut symbols, int th
     require(alphabet >= 1 && alphabet <= 255 && implied >= 0 && implied < alphabet, "bad alphabet");
     require(symbols.size() > 0, "there are no symbols");
     nb::gil_scoped_release release;
-    return int(decode_streams({{data.data(), data.size(), {symbols.data(), symbols.size(), alphabet, implied}}},
-                              threads));
+    return int(
+        decode_streams({{data.data(), data.size(), {symbols.data(), symbols.size(), alphabet, implied}}}, threads));
 }
 
 }  // namespace

@@ -215,7 +215,8 @@ void rebuild_from_classes(std::optional<Bytes> streams, Bytes zeros, Scales rows
     size_t kernel;
     const std::vector<Axis> axes = make_axes(matrices, sizes, true, kernel);
     const int rank = int(scales.size());
-    Rebuild r = make_rebuild(values, symbol_count, out.size(), c.width(), positions, outliers, right, rank, axes, kernel);
+    Rebuild r = make_rebuild(values, symbol_count, out.size(), c.width(), positions, outliers, right, rank, axes,
+                             kernel);
     require(!streams || streams->size() == out.size(), "streams has the wrong size");
     require((out.size() + c.width() - 1) / c.width() == c.row_count, "out has the wrong size");
     require(left.size() == c.row_count * rank, "factors have the wrong size");
@@ -230,9 +231,9 @@ void rebuild_from_classes(std::optional<Bytes> streams, Bytes zeros, Scales rows
 
 void bind_structure(nb::module_& m) {
     m.def("structure_rebuild", rebuild, nb::arg("symbols").none(), nb::arg("values"), nb::arg("symbol_count"),
-          nb::arg("out"), nb::arg("width"), nb::arg("positions"), nb::arg("outliers"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
-          nb::arg("matrices"), nb::arg("sizes"), nb::arg("gradient").none(), nb::arg("memory").none(), nb::arg("decay"),
-          nb::arg("threads"));
+          nb::arg("out"), nb::arg("width"), nb::arg("positions"), nb::arg("outliers"), nb::arg("left"),
+          nb::arg("right"), nb::arg("rank"), nb::arg("matrices"), nb::arg("sizes"), nb::arg("gradient").none(),
+          nb::arg("memory").none(), nb::arg("decay"), nb::arg("threads"));
     m.def("structure_prepare", prepare, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"),
           nb::arg("matrices"), nb::arg("sizes"), nb::arg("x"), nb::arg("rows"), nb::arg("places"), nb::arg("threads"));
     m.def("add_prediction", predict);

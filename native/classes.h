@@ -33,12 +33,12 @@ void quantize_classes(const Grid& g, const Classes& c, const float* x, size_t co
 
 // What makes the values of a tensor from its streams; `Rebuild` without symbols, factors of rows or positions by part.
 struct MergedRebuild {
-    Rebuild all;          // but `symbols` and `left`
+    Rebuild all;  // but `symbols` and `left`
     const Classes* classes;
     const uint8_t* streams;
     const uint8_t* zeros;  // of each class: what makes its symbols those of the grid
-    const int8_t* rows;    // rank integers for each row
-    const float* scales;   // of each term
+    const int8_t* rows;  // rank integers for each row
+    const float* scales;  // of each term
 };
 void rebuild_classes(const MergedRebuild& m, float* out, int threads);
 

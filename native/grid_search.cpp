@@ -89,7 +89,7 @@ class Search {
         }
         std::optional<Found> best = grid;
         if (!best || excess_high > 0) return best;  // there is no larger step
-        while (excess_low <= 0) {                   // not fine enough
+        while (excess_low <= 0) {  // not fine enough
             low -= down;
             down = std::fmin(2 * down, 1.0);
             grid = at(low, shift);

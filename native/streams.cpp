@@ -110,7 +110,8 @@ Layout layout_of(const SymbolStream& s, double bits) {
         return {bit_length(uint64_t(s.lanes)) - 1, chunks_with_symbols(s.count, std::max<size_t>(1, size_t(wanted)))};
     }
     const size_t most = (s.count + kChunkAlign - 1) / kChunkAlign;
-    const size_t chunks = chunks_with_symbols(s.count, std::min(std::max<size_t>(1, size_t(bits / kBitsPerChunk)), most));
+    const size_t chunks = chunks_with_symbols(s.count,
+                                              std::min(std::max<size_t>(1, size_t(bits / kBitsPerChunk)), most));
     int lanes = int(bits / double(chunks) / kBitsPerLane);
     if (lanes < kVector) lanes /= 2;
     return {std::min(kMaxLaneBits, bit_length(uint64_t(std::max(1, lanes))) - 1), chunks};
@@ -136,7 +137,8 @@ uint8_t* coding_room(size_t bytes) {
 
 void encode_each(EncodeJob* jobs, size_t n) {
     for (size_t i = 0; i < n; i++)
-        jobs[i].bytes = kernels().rans_encode(*jobs[i].table, jobs[i].symbols, jobs[i].count, jobs[i].lanes, jobs[i].out);
+        jobs[i].bytes = kernels().rans_encode(*jobs[i].table, jobs[i].symbols, jobs[i].count, jobs[i].lanes,
+                                              jobs[i].out);
 }
 
 bool decode_each(const DecodeJob* jobs, size_t n) {

@@ -330,41 +330,36 @@ bool side_by_side(Job* const* jobs, size_t n, const Open& open, const Rows& rows
 template <int V, int Steps>
 void encode_group(EncodeJob* const* jobs, size_t n) {
     using Slot = Writer<V, Steps>;
-    side_by_side<together(V), Slot>(
-        jobs, n, [](Slot&) { return true; },
-        [](Slot** slots, int active, size_t rows) {
-            switch (active) {
-                case 1: encode_rows<1, V, Steps>(slots, rows); break;
-                case 2: encode_rows<2, V, Steps>(slots, rows); break;
-                case 3: encode_rows<std::min(3, together(V)), V, Steps>(slots, rows); break;
-                case 4: encode_rows<std::min(4, together(V)), V, Steps>(slots, rows); break;
-                case 5: encode_rows<std::min(5, together(V)), V, Steps>(slots, rows); break;
-                default: encode_rows<together(V), V, Steps>(slots, rows);
-            }
-            return true;
-        },
-        [](Slot& slot) {
-            slot.finish();
-            return true;
-        });
+    side_by_side<together(V), Slot>(jobs, n, [](Slot&) { return true; }, [](Slot** slots, int active, size_t rows) {
+        switch (active) {
+            case 1: encode_rows<1, V, Steps>(slots, rows); break;
+            case 2: encode_rows<2, V, Steps>(slots, rows); break;
+            case 3: encode_rows<std::min(3, together(V)), V, Steps>(slots, rows); break;
+            case 4: encode_rows<std::min(4, together(V)), V, Steps>(slots, rows); break;
+            case 5: encode_rows<std::min(5, together(V)), V, Steps>(slots, rows); break;
+            default: encode_rows<together(V), V, Steps>(slots, rows);
+        }
+        return true;
+    }, [](Slot& slot) {
+        slot.finish();
+        return true;
+    });
 }
 
 template <int V, int Steps>
 bool decode_group(const DecodeJob* const* jobs, size_t n) {
     using Slot = ChunkReader<V, Steps>;
-    return side_by_side<together(V), Slot>(
-        jobs, n, [](Slot& slot) { return slot.open(); },
-        [](Slot** slots, int active, size_t rows) {
-            switch (active) {
-                case 1: return decode_rows<1, V, Steps>(slots, rows);
-                case 2: return decode_rows<2, V, Steps>(slots, rows);
-                case 3: return decode_rows<std::min(3, together(V)), V, Steps>(slots, rows);
-                case 4: return decode_rows<std::min(4, together(V)), V, Steps>(slots, rows);
-                case 5: return decode_rows<std::min(5, together(V)), V, Steps>(slots, rows);
-                default: return decode_rows<together(V), V, Steps>(slots, rows);
-            }
-        },
-        [](Slot& slot) { return slot.at_start(); });
+    return side_by_side<together(V), Slot>(jobs, n, [](Slot& slot) { return slot.open(); },
+                                           [](Slot** slots, int active, size_t rows) {
+        switch (active) {
+            case 1: return decode_rows<1, V, Steps>(slots, rows);
+            case 2: return decode_rows<2, V, Steps>(slots, rows);
+            case 3: return decode_rows<std::min(3, together(V)), V, Steps>(slots, rows);
+            case 4: return decode_rows<std::min(4, together(V)), V, Steps>(slots, rows);
+            case 5: return decode_rows<std::min(5, together(V)), V, Steps>(slots, rows);
+            default: return decode_rows<together(V), V, Steps>(slots, rows);
+        }
+    }, [](Slot& slot) { return slot.at_start(); });
 }
 
 // Jobs by their number of lanes and symbols, the longest first; those for which there are no vectors come last.

@@ -98,7 +98,8 @@ void prepare_rows(const Compensated& source, size_t count, size_t width, const s
 void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
                     int threads) {
     in_rows(count / width, width, threads, [&](size_t first, size_t last) {
-        structure_kernels().predict(x + first * width, (last - first) * width, width, left + first * rank, right, rank, sign);
+        structure_kernels().predict(x + first * width, (last - first) * width, width, left + first * rank, right, rank,
+                                    sign);
     });
 }
 
@@ -125,7 +126,8 @@ void project_columns(const float* x, size_t rows, size_t width, const float* bas
     constexpr size_t kStripe = 256;
     in_blocks(rows_of(width, kStripe), rows * kStripe * 4, threads, [&](size_t first, size_t last) {
         for (size_t i = first; i < last; i++)
-            structure_kernels().project_columns(x, rows, width, i * kStripe, std::min(width, (i + 1) * kStripe), basis, out);
+            structure_kernels().project_columns(x, rows, width, i * kStripe, std::min(width, (i + 1) * kStripe), basis,
+                                                out);
     });
 }
 

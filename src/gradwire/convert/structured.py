@@ -16,17 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire import compress, kernels
-from gradwire.compress import rans
+from gradwire import kernels
 from gradwire.convert.blocks import BLOCK, WIDEST, combine
+from gradwire.convert.class_streams import KEPT, ReadStreams, WrittenStreams, read_streams
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.ecq import Ecq, Points, read_points, table
 from gradwire.convert.grid_search import Curve, MeasuredGrid
-from gradwire.convert.kept_memory import KeptMemory
 from gradwire.convert.low_rank import MOST_TERMS, LowRankFactors, fit_factors, no_factors, read_factors
 from gradwire.convert.minifloat import write
 from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
-from gradwire.convert.scale_classes import ScaleClasses, fit_classes, one_class, read_classes, read_symbols
+from gradwire.convert.scale_classes import fit_classes, one_class, read_classes
 from gradwire.convert.segments import read_step
 from gradwire.convert.tensor_view import BLOCKS, TensorView, as_blocks, as_kernels, as_matrix, read_view
 from gradwire.errors import FrameError
@@ -41,15 +40,8 @@ FEW_OUTLIERS = 1 / 4096  # part of the entries
 LOOKED_AT = 1 << 18  # entries by which blocks are chosen
 SCALE_BITS = 2.5  # of a block: about what telling it costs
 CACHED = 1 << 20  # entries that are rebuilt at a time
-# Classes of many symbols have lanes enough to be coded side by side in vector registers. A lane takes two bytes, so
-# there is one for so many bits of the frame, and as many in a chunk as that allows.
-BITS_PER_LANE = 4096
-MANY_LANES, SOME_LANES = 400, 200
-LONG, LONG_ENOUGH = 1 << 15, 1 << 12  # symbols: of a class that has such lanes, where there are few and where many
 LIMITED = float(torch.finfo(torch.float32).max) ** 2 / 2  # energy: an infinity has become the largest number by then
 REDUNDANT = 1e-9  # a prediction as exact as this leaves nothing
-
-_KEPT = KeptMemory()
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,7 @@ class _Content:
             self.view.matrices, source,
         )  # fmt: skip
 
-
-    def write_all(self, streams: _ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool) -> bool:
+    def write_all(self, streams: ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool) -> bool:
         """Write weight·values of the whole tensor as `write_values` does, or add them; False if no kernel does it."""
         classes, symbols, zeros = one_class(self.view), None, np.zeros(1, dtype=np.uint8)
         if streams is not None:
@@ -153,7 +144,7 @@ class Structured(Converter):
         grid = _fit_grid(x, distortion / left)
         points = Points(grid.step, grid.offsets, torch.float32)
         classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
-        streams = _Streams(x, grid, table(points, grid.largest), classes)
+        streams = WrittenStreams(x, grid, table(points, grid.largest), classes, outlier_capacity(view.count))
         coded = streams.coded()
         symbols, outliers = streams.symbols, streams.outliers
         apart = write_outliers(outliers, grid.largest)
@@ -168,7 +159,7 @@ class Structured(Converter):
         These are of rows and of the places in a row.
         """
         source = (conversion.gradient, conversion.memory, conversion.decay)
-        x = _KEPT.room("x", conversion.count, torch.float32)
+        x = KEPT.room("x", conversion.count, torch.float32)
         smooth = as_kernels(conversion.shape) if self.transform else None
         if smooth is not None:
             places = kernels.prepare(x, source, (smooth.shape[0], smooth.width, 1), smooth.matrices)
@@ -220,85 +211,6 @@ def _fit_grid(x: torch.Tensor, nmse: float) -> MeasuredGrid:
     )
 
 
-class _Streams:
-    """A remainder on its way into a frame: its symbols in order, and class by class."""
-
-    def __init__(self, x: torch.Tensor, grid: MeasuredGrid, values: torch.Tensor, classes: ScaleClasses):
-        self._largest, self._classes = grid.largest, classes
-        self.symbols, self._streams = (_KEPT.room(name, len(x), torch.uint8) for name in ("symbols", "streams"))
-        listed, self._counts = kernels.quantize_classes(
-            x, grid.step, grid.shift, values, outlier_capacity(len(x)), classes.small_scales, classes.base,
-            classes.classes, self.symbols, self._streams,
-        )  # fmt: skip
-        self.outliers = in_host_memory(listed[0]), in_host_memory(listed[1])
-
-    def coded(self) -> tuple[bytes, bytes]:
-        """Return the fields and the bytes of the classes, or of one for all where that takes fewer bits."""
-        fields, counts = self._classes.fields, self._counts
-        if len(counts) > 1:
-            whole = counts.sum(0, keepdims=True)
-            if _class_bits(whole) + 8 < _class_bits(counts) + 8 * len(fields):
-                return bytes([1]), _code(in_host_memory(self.symbols).copy(), whole)
-        return fields, _code(in_host_memory(self._streams), counts)
-
-
-def _each(streams: np.ndarray, counts: np.ndarray) -> list[_Stream]:
-    parts = np.split(streams, np.cumsum(counts.sum(1))[:-1])
-    return [_Stream(part, of_class) for part, of_class in zip(parts, counts, strict=True)]
-
-
-def _class_bits(counts: np.ndarray) -> float:
-    """Return about how many bits classes with these counts of symbols take."""
-    bits = kernels.class_bits(counts)
-    return sum(stream.bits for stream in _each(np.empty(0), counts)) if bits is None else bits
-
-
-def _code(streams: np.ndarray, counts: np.ndarray) -> bytes:
-    """Return the bytes of all classes."""
-    coded = kernels.code_classes(streams, counts)
-    if coded is not None:
-        return coded
-    each = _each(streams, counts)
-    lanes = sum(stream.coding_bits for stream in each) / BITS_PER_LANE
-    return b"".join(stream.coded(lanes, len(streams)) for stream in each)
-
-
-class _Stream:
-    """The symbols of one class on their way into a frame."""
-
-    def __init__(self, symbols: np.ndarray, counts: np.ndarray):
-        largest, total = len(counts) // 2, int(counts.sum())
-        used = np.flatnonzero(counts)
-        self._symbols, self._shift = symbols, 0
-        self._largest = int(max(abs(used[0] - largest), abs(used[-1] - largest))) if len(used) else 0
-        self._shift = largest - self._largest
-        self.bits, self.coding_bits = 8.0, 0.0
-        if self._largest:
-            self._alphabet = compress.Alphabet(2 * self._largest + 1, self._largest)
-            counts = counts[self._shift : len(counts) - self._shift]
-            statistics = compress.SymbolStatistics(self._alphabet, counts, total)
-            self._coding = compress.choose(statistics, compress.RANS)
-            self.coding_bits = self._coding.expected_bits
-            self.bits += self.coding_bits + 8 * (len(varint(total // 4)) + len(self._coding.head))
-
-    def coded(self, lanes: float, total: int) -> bytes:
-        """Return the bytes of the class; all classes, of `total` entries, may have so many lanes for speed."""
-        if not len(self._symbols):
-            return b""
-        if not self._largest:
-            return bytes([0])
-        symbols, coding = self._symbols - np.uint8(self._shift), self._coding
-        if coding.coder == compress.RANS:
-            count, together, at = len(symbols), 64 if lanes >= MANY_LANES else 32 if lanes >= SOME_LANES else 16, None
-            if count >= (LONG_ENOUGH if lanes >= SOME_LANES else LONG):
-                at = rans.fast_layout(count, coding.expected_bits, together, lanes * (count / total))
-            coded = rans.encode(symbols, coding.table, coding.precision, coding.expected_bits, at=at)
-            data = coding.head + coded.tobytes()
-        else:
-            data = compress.encode(symbols, self._alphabet, coding)
-        return bytes([self._largest]) + varint(len(data)) + data
-
-
 def outlier_capacity(count: int) -> int:
     """Return how many outliers a tensor may have: decoders keep them beside the symbols."""
     return count // 128 + 16
@@ -346,7 +258,7 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     points = Points(read_step(reader), offsets, torch.float32)
     classes = read_classes(reader, view)
     length = reader.varint(len(reader.data))
-    streams = _read_streams(reader, classes, view.count, largest)
+    streams = read_streams(reader, classes, view.count, largest)
     if length != len(reader.data) - reader.position:
         raise FrameError("wrong length of the outliers")
     outliers = read_outliers(reader.rest(), view.count, largest, outlier_capacity(view.count))
@@ -359,51 +271,8 @@ def _no_rank(reader: Reader, view: TensorView) -> LowRankFactors:
     return no_factors(view)
 
 
-@dataclass
-class _ReadStreams:
-    """The symbols of all classes, one class after the other, from which rows are put together in order."""
-
-    classes: ScaleClasses
-    symbols: np.ndarray
-    zeros: np.ndarray  # of each class: what makes its symbols those of the grid
-    positions: np.ndarray  # where the next symbol of each class is
-
-    def next(self, entries: slice) -> torch.Tensor:
-        """Return the symbols of these entries, which follow those of the last call."""
-        if self.classes.classes == 1:
-            return torch.from_numpy(self.symbols[entries] + np.uint8(self.zeros[0]))
-        return kernels.merge_classes(
-            self.symbols, self.positions, self.zeros, self.classes.scales_of(entries), self.classes.base, 0,
-            entries.stop - entries.start,
-        )  # fmt: skip
-
-
-def _read_streams(reader: Reader, classes: ScaleClasses, count: int, largest: int) -> _ReadStreams:
-    counts, symbols, start = classes.counts(count), _KEPT.room("streams", count, torch.uint8).numpy(), 0
-    zeros = np.zeros(len(counts), dtype=np.uint8)
-    streams = _ReadStreams(classes, symbols, zeros, np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64))
-    used = kernels.read_classes(reader.data[reader.position :], counts, largest, symbols, zeros)
-    if used is not None:
-        reader.take(used)
-        return streams
-    for t, number in enumerate(counts.tolist()):
-        if not number:
-            continue
-        most = reader.byte()
-        if most > largest:
-            raise FrameError("invalid class")
-        zeros[t] = largest - most
-        of_class = symbols[start : start + number]
-        if most:
-            read_symbols(reader, compress.Alphabet(2 * most + 1, most), number, of_class)
-        else:
-            of_class[:] = 0
-        start += number
-    return streams
-
-
 def _decode_rows(
-    content: _Content, streams: _ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool
+    content: _Content, streams: ReadStreams | None, out: torch.Tensor, weight: float, accumulate: bool
 ) -> None:
     count = content.view.count
     fp32 = out.dtype == content.dtype == torch.float32 and out.is_cpu

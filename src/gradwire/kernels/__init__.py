@@ -16,8 +16,8 @@ file for a family of kernels, of the same name:
     coders        symbols to bytes: rANS, Huffman, packed bits; the checksum
     positions     positions to bytes: Golomb codes, classes of gaps
 
-Coders, streams and positions take arrays in the host's memory; the others take tensors, which stay where they are if their
-device has kernels of the family.
+Coders, streams and positions take arrays in the host's memory; the others take tensors, which stay where they are if
+their device has kernels of the family.
 
 A kernel for another device, such as ORQ's `search_levels` on a GPU, is one file and one line:
 

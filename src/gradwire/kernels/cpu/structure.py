@@ -84,7 +84,8 @@ def rebuild(
         right = as_array(prediction[1].view(-1))
     gradient, decay = (source[:2], source[2]) if source is not None else ((None, None), 0.0)
     _native.structure_rebuild(
-        as_array(symbols), _table(values), len(values), as_array(out), width, as_array(outliers[0]), as_array(outliers[1]), left, right, rank,
+        as_array(symbols), _table(values), len(values), as_array(out), width, as_array(outliers[0]),
+        as_array(outliers[1]), left, right, rank,
         _flat(matrices), [len(matrix) for matrix in matrices], *map(as_array, gradient), decay,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -106,8 +107,8 @@ def quantize_classes(
     positions = torch.empty(capacity, dtype=torch.int64, device="cpu")
     multiples = torch.empty(capacity, dtype=torch.int32, device="cpu")
     number = _native.quantize_classes(
-        as_array(x), step, shift, as_array(values), *scales, base, classes, as_array(symbols), as_array(streams), counts,
-        as_array(positions), as_array(multiples), torch.get_num_threads(),
+        as_array(x), step, shift, as_array(values), *scales, base, classes, as_array(symbols), as_array(streams),
+        counts, as_array(positions), as_array(multiples), torch.get_num_threads(),
     )  # fmt: skip
     return (positions[:number], multiples[:number]), counts.reshape(classes, len(values))
 
