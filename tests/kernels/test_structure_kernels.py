@@ -257,3 +257,67 @@ def test_projections(shape, directions):
         assert found.shape == (width, directions)
         bound = rows * 2.0**-24 * (exact.abs().t() @ high.double().abs()).numpy()
         assert (np.abs(found - (exact.t() @ high.double()).numpy()) <= bound + 1e-30).all()
+
+
+@given(views(), st.sampled_from([1, 7, 31, 127]), st.sampled_from([0, 3, 10_000]), st.booleans())
+def test_every_backend_quantizes_by_class_alike(view, largest, capacity, odd):
+    """Symbols, streams, counts and outliers are those of one step after the other; so is what is rebuilt of them."""
+    scales, base, count, classes = view["scales"], view["base"], view["count"], view["classes"]
+    x = numbers(count, largest, odd)
+    x = torch.where(x.isfinite(), x, 1.0)
+    values = torch.arange(-largest, largest + 1) * 0.25
+
+    def quantized() -> tuple[bytes, ...]:
+        symbols, streams = torch.empty(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
+        outliers, counts = kernels.quantize_classes(
+            x, 0.25, 0.4, values, capacity, scales, base, classes, symbols, streams
+        )
+        return bits(symbols), bits(streams), counts.tobytes(), *map(bits, outliers)
+
+    symbols, streams, counts, *_ = all_alike(quantized)
+    expected = kernels.grid_quantize(x, None, None, 0.0, 0.25, 0.4, values, capacity)[0]
+    totals = np.frombuffer(counts, dtype=np.int64).reshape(classes, -1).sum(1)
+    assert symbols == bits(expected)
+    assert streams == kernels.split_classes(expected, scales, base, totals).tobytes()
+
+
+@for_each("axes", [(), (3,), (2, 2), (3, 3), (4, 4), (5, 5)])
+@for_each("rank", [0, 3])
+@for_each("how", [(1.0, False), (1.0, True), (0.25, True)])
+def test_values_by_class_are_those_of_rows_in_order(axes, rank, how):
+    """Of a whole tensor in one call, on every instruction set: what `rebuild` makes of merged symbols."""
+    (weight, accumulate), kernel = how, int(np.prod(axes)) if axes else 1
+    shape, matrices, rng = (700, 40, kernel), [cosine_matrix(n) for n in axes], np.random.default_rng(0)
+    count = int(np.prod(shape))
+    scales = tuple(rng.integers(0, 4, n).astype(np.int16) for n in shape)
+    symbols, zeros = rng.integers(0, 9, count).astype(np.uint8), np.zeros(6, dtype=np.uint8)
+    streams = kernels.split_classes(torch.from_numpy(symbols), scales, 2, kernels.class_counts(scales, 2, 6, count))
+    values, positions = torch.linspace(-1, 1, 9), torch.tensor([0, 77, count - 1])
+    outliers = positions, torch.tensor([5.0, -6.0, 7.0])
+    factors = (
+        torch.from_numpy(rng.integers(-127, 128, (shape[0], rank)).astype(np.int8)),
+        torch.from_numpy(rng.integers(-127, 128, (rank, shape[1] * kernel)).astype(np.int8)),
+        (0.5, 2.0**-7, 3e-5)[:rank],
+    )
+    before = gradient(count, 3)
+    prediction = (factors[0].float() * torch.tensor(factors[2]), factors[1]) if rank else None
+    with use_backend("reference"):
+        expected = torch.empty(count)
+        kernels.rebuild(
+            expected, torch.from_numpy(symbols), values, outliers, prediction, 0, shape[1] * kernel, matrices
+        )
+    expected = before + expected * weight if accumulate else expected * weight
+    threads = torch.get_num_threads()
+    try:
+        for name in BACKENDS:
+            for number in (1, 2):
+                torch.set_num_threads(number)
+                out = before.clone()
+                with use_backend(name):
+                    done = kernels.rebuild_classes(
+                        out, streams, zeros, scales, 2, values, outliers, factors, matrices, weight, accumulate
+                    )
+                assert done == (name != "reference")
+                assert not done or bits(out) == bits(expected), (name, number)
+    finally:
+        torch.set_num_threads(threads)
