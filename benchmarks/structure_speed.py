@@ -1,8 +1,8 @@
 """How long structured frames take, beside co3, ecq and a plain copy of the same tensors in the same run.
 
 One thread, CPU time, error memory included, as in a training. Each kind of tensor comes as many times as fill 128 MB,
-so that no cache holds them between two steps (small ones 64 times); milliseconds a tensor are told too, since with small
-ones it is the fixed work that counts.
+so that no cache holds them between two steps (small ones 64 times). Milliseconds a tensor are told too: with small ones
+the fixed work counts.
 """
 
 from __future__ import annotations

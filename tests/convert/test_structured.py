@@ -19,6 +19,7 @@ from gradwire.frame import headers
 from gradwire.frame.byte_fields import Reader
 from support.cases import for_each
 from support.helpers import (
+    BACKENDS,
     FLOATS,
     assemble,
     bits,
@@ -366,7 +367,8 @@ def test_damage_is_a_frame_error_on_every_backend():
         payload[at] = int(rng.integers(256))
         damaged = assemble(bytes(payload), header.shape, header.codec, header.dtype)
         outcomes = []
-        for name in ("reference", "portable") if i % 8 == 0 else ("portable",):
+        fast = "portable" if "portable" in BACKENDS else "reference"
+        for name in ("reference", fast) if i % 8 == 0 else (fast,):
             with use_backend(name):
                 try:
                     outcomes.append(bits(gradwire.decode(damaged)))
