@@ -144,7 +144,7 @@ nb::bytes code_symbols(Bytes symbols, int alphabet, int implied, Doubles logs, i
     return as_bytes(coded[0]);
 }
 
-// What became of it, and how many bytes there were: `good`, `damaged` or `unknown`.
+// Whether it was possible, and how many bytes there were.
 nb::tuple read_classes(Bytes data, Ints counts, int largest, BytesOut streams, BytesOut zeros, int threads) {
     require(counts.size() == zeros.size() && counts.size() <= kMostClasses, "bad classes");
     require(largest >= 1 && largest <= 127, "bad range");
@@ -154,19 +154,19 @@ nb::tuple read_classes(Bytes data, Ints counts, int largest, BytesOut streams, B
         total += size_t(counts.data()[t]);
     }
     require(total == streams.size(), "streams do not fit their counts");
-    Outcome outcome = Outcome::good;
+    bool good = true;
     const uint8_t *at = data.data(), *const end = at + data.size();
     {
         nb::gil_scoped_release release;
         std::vector<CodedStream> coded;
         uint8_t* to = streams.data();
-        for (size_t t = 0; t < counts.size() && outcome == Outcome::good; to += counts.data()[t++]) {
+        for (size_t t = 0; t < counts.size() && good; to += counts.data()[t++]) {
             zeros.data()[t] = 0;
             const size_t n = size_t(counts.data()[t]);
             if (!n) continue;
             const int most = at < end ? *at++ : 255;
             if (most > largest) {
-                outcome = Outcome::damaged;
+                good = false;
                 break;
             }
             zeros.data()[t] = uint8_t(largest - most);
@@ -178,30 +178,29 @@ nb::tuple read_classes(Bytes data, Ints counts, int largest, BytesOut streams, B
             for (int shift = 0;; shift += 7) {
                 const int byte = at < end && shift <= 49 ? *at++ : -1;
                 if (byte < 0 || (byte == 0 && shift)) {
-                    outcome = Outcome::damaged;
+                    good = false;
                     break;
                 }
                 length |= uint64_t(byte & 127) << shift;
                 if (byte < 128) break;
             }
-            if (outcome != Outcome::good || length > size_t(end - at)) {
-                outcome = Outcome::damaged;
+            if (!good || length > size_t(end - at)) {
+                good = false;
                 break;
             }
             coded.push_back({at, size_t(length), {to, n, 2 * most + 1, most}});
             at += length;
         }
-        if (outcome == Outcome::good) outcome = decode_streams(coded, threads);
+        good = good && decode_streams(coded, threads);
     }
-    return nb::make_tuple(int(outcome), size_t(at - data.data()));
+    return nb::make_tuple(good, size_t(at - data.data()));
 }
 
-int read_symbols(Bytes data, int alphabet, int implied, BytesOut symbols, int threads) {
+bool read_symbols(Bytes data, int alphabet, int implied, BytesOut symbols, int threads) {
     require(alphabet >= 1 && alphabet <= 255 && implied >= 0 && implied < alphabet, "bad alphabet");
     require(symbols.size() > 0, "there are no symbols");
     nb::gil_scoped_release release;
-    return int(
-        decode_streams({{data.data(), data.size(), {symbols.data(), symbols.size(), alphabet, implied}}}, threads));
+    return decode_streams({{data.data(), data.size(), {symbols.data(), symbols.size(), alphabet, implied}}}, threads);
 }
 
 }  // namespace

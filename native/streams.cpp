@@ -342,41 +342,39 @@ bool gather_chunks(const uint8_t* data, const uint8_t* end, const SymbolStream& 
 
 }  // namespace
 
-Outcome decode_streams(const std::vector<CodedStream>& streams, int threads) {
+bool decode_streams(const std::vector<CodedStream>& streams, int threads) {
     Gathered gathered(threads);
     for (const CodedStream& s : streams) {
         const uint8_t *data = s.data, *end = s.data + s.length;
-        if (data == end) return Outcome::damaged;
+        if (data == end) return false;
         const int byte = *data++, precision = byte >> 4;
         const SymbolStream& to = s.to;
         switch (byte & 3) {
             case Coding::raw:
             case Coding::constant:
-                if (byte >> 2) return Outcome::damaged;
+                if (byte >> 2) return false;
                 if (byte == Coding::constant) {
-                    if (end - data != 1 || *data >= to.alphabet) return Outcome::damaged;
+                    if (end - data != 1 || *data >= to.alphabet) return false;
                     std::memset(to.symbols, *data, to.count);
                 } else {
                     const int width = raw_width(to.alphabet);
                     if (size_t(end - data) != (to.count * width + 7) / 8 ||
                         !unpack_bits(data, to.count, width, to.alphabet, to.symbols))
-                        return Outcome::damaged;
+                        return false;
                 }
                 break;
             case Coding::rans: {
-                if ((byte >> 2 & 3) != kHistogram) return Outcome::unknown;
-                if (precision < kCoarse || precision > kFinest || 1 << precision < to.alphabet) return Outcome::damaged;
+                if ((byte >> 2 & 3) != kHistogram) return false;
+                if (precision < kCoarse || precision > kFinest || 1 << precision < to.alphabet) return false;
                 std::vector<int64_t> frequencies;
-                if (!unpack_frequencies(data, end, to.alphabet, precision, to.implied, frequencies))
-                    return Outcome::damaged;
-                if (!gather_chunks(data, end, to, gathered.keep(frequencies, precision), gathered))
-                    return Outcome::damaged;
+                if (!unpack_frequencies(data, end, to.alphabet, precision, to.implied, frequencies)) return false;
+                if (!gather_chunks(data, end, to, gathered.keep(frequencies, precision), gathered)) return false;
                 break;
             }
-            default: return Outcome::unknown;
+            default: return false;
         }
     }
-    return gathered.decode() ? Outcome::good : Outcome::damaged;
+    return gathered.decode();
 }
 
 }  // namespace gradwire

@@ -44,8 +44,8 @@ struct CodedStream {
     size_t length;
     SymbolStream to;
 };
-enum class Outcome { good, damaged, unknown };  // unknown: coded in a way that only Python knows
-Outcome decode_streams(const std::vector<CodedStream>& streams, int threads);
+// False if they are damaged, or coded in a way that is not known here.
+bool decode_streams(const std::vector<CodedStream>& streams, int threads);
 
 // ── rANS of several chunks side by side ──
 

@@ -6,13 +6,10 @@ import numpy as np
 import torch
 
 from gradwire import _native
-from gradwire.errors import FrameError
 from gradwire.kernels.cpu.native_arguments import as_bytes
 from gradwire.kernels.reference.grid import LOGS
 
 __all__ = ["class_bits", "code_classes", "code_symbols", "read_classes", "read_symbols"]
-
-GOOD, DAMAGED = 0, 1
 
 
 def class_bits(counts: np.ndarray) -> float | None:
@@ -34,17 +31,10 @@ def read_classes(
     data: memoryview, counts: np.ndarray, largest: int, streams: np.ndarray, zeros: np.ndarray
 ) -> int | None:
     """Decode all classes side by side."""
-    outcome, used = _native.read_classes(as_bytes(data), counts, largest, streams, zeros, torch.get_num_threads())
-    return used if _is_good(outcome) else None
+    good, used = _native.read_classes(as_bytes(data), counts, largest, streams, zeros, torch.get_num_threads())
+    return used if good else None
 
 
 def read_symbols(data: memoryview, alphabet: int, zero_symbol: int, symbols: np.ndarray) -> bool | None:
     """Decode one stream."""
-    outcome = _native.read_symbols(as_bytes(data), alphabet, zero_symbol, symbols, torch.get_num_threads())
-    return True if _is_good(outcome) else None
-
-
-def _is_good(outcome: int) -> bool:
-    if outcome == DAMAGED:
-        raise FrameError("damaged class")
-    return outcome == GOOD
+    return _native.read_symbols(as_bytes(data), alphabet, zero_symbol, symbols, torch.get_num_threads()) or None

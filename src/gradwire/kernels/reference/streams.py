@@ -31,8 +31,8 @@ def read_classes(
 ) -> int | None:
     """Decode classes of so many entries at the front of `data` to `streams`; return how many bytes they took.
 
-    What is added to the symbols of a class to make them those of the grid goes to `zeros`. FrameError if they are
-    damaged; None also if they are coded in a way that the kernel does not know.
+    What is added to the symbols of a class to make them those of the grid goes to `zeros`. None also if they are
+    damaged, or coded in a way that the kernel does not know: the caller, class after class, finds out what is wrong.
     """
     return None
 
