@@ -36,7 +36,7 @@ FIRST_PORT = 29900
 def contestants(o: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
     """The options of LocalSGD for each of them."""
     at_once: dict[str, Any] = {"sync_every": o.every, "outer": "nesterov"}
-    streaming = {**at_once, "parts": o.parts, "overlap": o.overlap}
+    streaming = {**at_once, "parts": o.parts, "overlap": o.overlap, "mix": o.mix}
     return {
         COMPUTE: None,
         "bf16 at once (DiLoCo)": {"spec": "bf16", **at_once},
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--parts", type=int, default=3)
     parser.add_argument("--overlap", type=int, default=5)
+    parser.add_argument("--mix", type=float, default=0.5, help="the part of its own parameters that a rank keeps")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=128)

@@ -81,7 +81,7 @@ def test_parts_are_about_as_large_as_each_other() -> None:
 # ── what it computes ──
 
 
-def simulate(steps: int, every: int, parts: list[list[str]], overlap: int) -> Tensors:
+def simulate(steps: int, every: int, parts: list[list[str]], overlap: int, mix: float | None) -> Tensors:
     """Streaming of all ranks, by hand: means move what is shared, and arrive `overlap` steps later."""
     common = values(make().model)
     handles = [make() for _ in range(WORLD)]
@@ -102,7 +102,10 @@ def simulate(steps: int, every: int, parts: list[list[str]], overlap: int) -> Te
         for handle, start in zip(handles, starts, strict=True):
             for name in names:
                 p = handle.model.get_parameter(name)
-                p.data = common[name] + (p.data - start[name])
+                if mix is None or not within:
+                    p.data = common[name] + (p.data - start[name])
+                else:
+                    p.data = mix * p.data + (1 - mix) * common[name]
 
     def send(number: int, at: int) -> None:
         nonlocal flight
@@ -110,7 +113,7 @@ def simulate(steps: int, every: int, parts: list[list[str]], overlap: int) -> Te
         means = {n: sum(s[n] - common[n] for s in starts) / WORLD for n in parts[number]}
         flight = at, parts[number], means, starts
 
-    turn = 0
+    turn, within = 0, True
     for i in range(1, steps + 1):
         for rank, handle in enumerate(handles):
             with warnings.catch_warnings(action="ignore"):
@@ -123,6 +126,7 @@ def simulate(steps: int, every: int, parts: list[list[str]], overlap: int) -> Te
             if not overlap:
                 land()
     land()
+    within = False
     for _ in parts:
         send(turn, 0)
         land()
@@ -131,12 +135,12 @@ def simulate(steps: int, every: int, parts: list[list[str]], overlap: int) -> Te
 
 
 def parts_and_overlap_by_hand(rank: int) -> None:
-    for parts, overlap in ((2, 0), (2, 1), (2, 2), (1, 3)):
-        handle = make(outer="nesterov", parts=parts, overlap=overlap)
+    for parts, overlap, mix in ((2, 0, None), (2, 1, None), (2, 2, None), (1, 3, None), (2, 1, 0.5), (1, 3, 0.0)):
+        handle = make(outer="nesterov", parts=parts, overlap=overlap, mix=mix)
         with handle:
             for i in range(1, 12):
                 step(handle, rank, i)
-        expected = simulate(11, 4, handle._parts, overlap)
+        expected = simulate(11, 4, handle._parts, overlap, mix)
         for name, p in handle.model.named_parameters():
             torch.testing.assert_close(p.detach(), expected[name], rtol=1e-5, atol=1e-6)
         check_alike(handle.model)
@@ -302,12 +306,15 @@ def bad_arguments(rank: int) -> None:
         ("2 parts cannot be exchanged once each in 1 steps", {"sync_every": 1, "overlap": 0}),
         ("more than the 2 steps between two exchanges", {"overlap": 3}),
         ("overlap must be a number of steps from 0 on", {"overlap": -1}),
+        ("mix must be a number from 0 to below 1", {"mix": 1}),
+        ("it needs an overlap", {"mix": 0.5, "overlap": 0}),
         ("average, nesterov", {"outer": "adam"}),
         ("must be average, nesterov, or a function", {"outer": 0.7}),
         ("must return a torch.optim.Optimizer", {"outer": lambda p: None}),
     ):
         check_raises(SpecError, message, lambda options=options: make("none", **options))
     check_raises(SpecError, "set mask=off", lambda: make("stc"))
+    check_raises(SpecError, "use mix=None", lambda: make("sparseloco", mix=0.5))
     handle = make("none", parts=1 + (rank > 0))
     check_raises(AggregateError, "parts", handle.__enter__)
 

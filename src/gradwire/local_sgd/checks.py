@@ -60,6 +60,22 @@ def check_overlap(overlap: Any, turns: Turns, sync_every: int | Callable[[int], 
     return overlap
 
 
+def check_mix(mix: Any, overlap: int, recipes: ModelRecipes) -> float | None:
+    """Return the part of its own parameters that a rank keeps; SpecError if that cannot be."""
+    if mix is None:
+        return None
+    if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix < 1:
+        raise SpecError(f"mix must be a number from 0 to below 1, or None, not {mix!r}")
+    if not overlap:
+        raise SpecError("mix is about what a rank does beside an exchange: it needs an overlap")
+    if any(recipe.codec.converter.selects for recipe in recipes.by_pattern.values()):
+        raise SpecError(
+            "with mix a rank keeps a part of its own update and sends it again, and sparse recipes would add what waits "
+            "in the error memory: use mix=None with them"
+        )
+    return float(mix)
+
+
 def divide_spec(spec: Spec) -> tuple[Spec, Recipes]:
     """Return the part of a spec that is for parameters, and the recipes of buffers."""
     if not isinstance(spec, Mapping):

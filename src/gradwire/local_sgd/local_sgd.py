@@ -42,6 +42,7 @@ from gradwire.correct.worker_memories import WorkerMemories
 from gradwire.errors import AggregateError, GradwireError
 from gradwire.local_sgd.buffers import Buffers
 from gradwire.local_sgd.checks import (
+    check_mix,
     check_model,
     check_overlap,
     check_parameters,
@@ -68,7 +69,8 @@ class LocalSGD:
     as DiLoCo's authors recommend), or a function that makes one of a list of tensors; by default the recipe's own.
 
     With `parts`, the model is exchanged in that many parts, one after the other, each once in `sync_every` steps. With
-    `overlap`, an exchange goes on beside this many steps before its mean is waited for.
+    `overlap`, an exchange goes on beside this many steps before its mean is waited for. Then a rank keeps what it has
+    changed meanwhile, or, with `mix`, goes on from mix · its own parameters + (1 − mix) · the common ones.
     """
 
     _in_use: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
@@ -83,6 +85,7 @@ class LocalSGD:
         outer: Outer | str | None = None,
         parts: int = 1,
         overlap: int = 0,
+        mix: float | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
         check_model(model, optimizer)
@@ -99,6 +102,7 @@ class LocalSGD:
         self._parts = divide({name: p.numel() for name, p in self._parameters.items()}, parts)
         self._turns = Turns(len(self._parts))
         self._overlap = check_overlap(overlap, self._turns, self.sync_every, self.recipes)
+        self._mix = check_mix(mix, self._overlap, self.recipes)
         self._buffers = Buffers(model, of_buffers)
         self._replica = Replica(
             model, self._parameters, outer_by_name(slowest.outer if outer is None else outer), self._buffers,
@@ -209,7 +213,7 @@ class LocalSGD:
     def _division(self) -> dict[str, str]:
         """What ranks have to agree on beside the recipes, if it is not as usual."""
         usual = len(self._parts) == 1 and not self._overlap
-        return {} if usual else {"parts": str(len(self._parts)), "overlap": str(self._overlap)}
+        return {} if usual else {"parts": str(len(self._parts)), "overlap": str(self._overlap), "mix": str(self._mix)}
 
     def _check_same_outer(self, link: Link) -> None:
         """Raise AggregateError on all ranks if their outer optimizers differ: these would move apart."""
@@ -340,7 +344,7 @@ class LocalSGD:
             self._replica.take_common(names)
         elif under_way.moves:
             self._buffers.take(None if under_way.diverged else under_way.buffers)
-            self._replica.go_on(names, under_way.start)
+            self._replica.go_on(names, under_way.start, self._mix)
         return arrived
 
     def _has_rest(self, name: str, entries: int) -> bool:

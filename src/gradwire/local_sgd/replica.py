@@ -51,11 +51,18 @@ class Replica:
             for name, e in self.entries(names).items()
         }
 
-    def go_on(self, names: Collection[str], sent: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Go on from the beginning, plus what this rank has changed since these parameters were `sent`."""
+    def go_on(
+        self, names: Collection[str], sent: Mapping[str, torch.Tensor] | None = None, mix: float | None = None
+    ) -> None:
+        """Go on from the beginning, plus what this rank has changed since these parameters were `sent`.
+
+        With `mix`, go on from this part of its own parameters and the rest of the beginning instead.
+        """
         for name, entries in self.entries(names).items():
             beginning = self.beginning(name)
-            if sent:
+            if sent and mix is not None:
+                beginning = mix * entries.to(beginning.dtype) + (1 - mix) * beginning
+            elif sent:
                 start = sent[name].to(entries.device, beginning.dtype)
                 beginning = beginning + (entries.to(beginning.dtype) - start)
             entries.copy_(beginning)
