@@ -70,8 +70,8 @@ def check_mix(mix: Any, overlap: int, recipes: ModelRecipes) -> float | None:
         raise SpecError("mix is about what a rank does beside an exchange: it needs an overlap")
     if any(recipe.codec.converter.selects for recipe in recipes.by_pattern.values()):
         raise SpecError(
-            "with mix a rank keeps a part of its own update and sends it again, and sparse recipes would add what waits "
-            "in the error memory: use mix=None with them"
+            "with mix a rank keeps a part of its own update and sends it again, and sparse recipes would add what "
+            "waits in the error memory: use mix=None with them"
         )
     return float(mix)
 
