@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "kept_room.h"
 #include "threads.h"
 
 namespace gradwire {
@@ -26,17 +27,10 @@ Encoded encode_alone(const Cut& cut, const EncodeChunk& encode, uint8_t* out) {
     return all;
 }
 
-// Memory for chunks on their way, which is kept for the next tensor: fresh pages cost more than what is written.
+// Memory for chunks on their way.
 uint8_t* places(size_t bytes) {
-    constexpr size_t kKept = 1 << 25;
-    static thread_local std::unique_ptr<uint8_t[]> data;
-    static thread_local size_t room = 0;
-    if (bytes > room || room > kKept) {
-        data.reset();
-        data.reset(new uint8_t[bytes]);
-        room = bytes;
-    }
-    return data.get();
+    static thread_local KeptRoom room;
+    return room.of(bytes);
 }
 
 // The chunks of one tensor, and how far each has come. Threads call `work`; what they share is under one lock, which

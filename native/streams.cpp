@@ -5,9 +5,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <numeric>
 
 #include "grid.h"
+#include "kept_room.h"
 #include "threads.h"
 
 namespace gradwire {
@@ -122,17 +124,10 @@ void put_varint(std::vector<uint8_t>& out, uint64_t value) {
     out.push_back(uint8_t(value));
 }
 
-// Room for what is coded on its way, which is kept for the next tensor: fresh pages cost more than what is written.
+// Room for what is coded on its way.
 uint8_t* coding_room(size_t bytes) {
-    constexpr size_t kKept = 1 << 25;
-    static thread_local std::unique_ptr<uint8_t[]> data;
-    static thread_local size_t room = 0;
-    if (bytes > room || room > kKept) {
-        data.reset();
-        data.reset(new uint8_t[bytes]);
-        room = bytes;
-    }
-    return data.get();
+    static thread_local KeptRoom room;
+    return room.of(bytes);
 }
 
 void encode_each(EncodeJob* jobs, size_t n) {

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +24,19 @@ from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from support.helpers import bits, check_contract_3
 from support.rank_pool import WORLD, RankPool, Scenario, connect, named
-from support.ranks import Net, Tensors, add_toy_recipe, check_alike, check_raises, digest, gathered, loss_of
+from support.ranks import (
+    Loss,
+    Net,
+    Tensors,
+    add_toy_recipe,
+    check_alike,
+    check_raises,
+    check_that_rank_1_was_missed,
+    digest,
+    gathered,
+    lose_rank_1,
+    loss_of,
+)
 
 
 def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
@@ -594,32 +603,14 @@ def test_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=20, setup=add_toy_recipe)
 
 
-def lose_a_rank(rank: int, folder: Path) -> list[tuple[str, float]]:
+def lose_a_rank(rank: int, folder: Path) -> list[Loss]:
     """Rank 1 dies while rank 0 waits in a sync, and rank 2 for all to leave."""
     connect(rank, folder, "lost", 10)
     model = make()
     optimizer = sgd(model)
-    start = 0.0
-    try:
-        with LocalSGD(model, optimizer, "co3", sync_every=2):
-            for i in range(8):
-                step(model, optimizer, rank, i)
-                if i == 3:
-                    start = time.monotonic()
-                    if rank == 1:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    if rank == 2:
-                        break
-        raise AssertionError("nobody was missed")
-    except AggregateError as error:
-        found = [(str(error), time.monotonic() - start)]
-    gc.collect()
-    dist.destroy_process_group()
-    return found
+    block = LocalSGD(model, optimizer, "co3", sync_every=2)
+    return lose_rank_1(block, rank, 3, lambda number: step(model, optimizer, rank, number))
 
 
 def test_a_lost_rank_is_an_error_within_the_timeout(ranks: RankPool) -> None:
-    first, killed, last = ranks.run(lose_a_rank, seconds=60)
-    assert killed is None
-    for message, seconds in (*first, *last):
-        assert "rank 1 is gone: its process was killed" in message and seconds < 10
+    check_that_rank_1_was_missed(*ranks.run(lose_a_rank, seconds=60))

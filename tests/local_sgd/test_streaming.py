@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
-import os
-import signal
-import time
 import warnings
 from pathlib import Path
 
@@ -20,7 +16,19 @@ from gradwire import AggregateError, CheckpointError, GradwireError, LocalSGD, S
 from gradwire.local_sgd.parts import Turns, divide
 from support.cases import for_each
 from support.rank_pool import WORLD, RankPool, Scenario, connect, named
-from support.ranks import Net, Tensors, add_toy_recipe, check_alike, check_raises, digest, gathered, loss_of
+from support.ranks import (
+    Loss,
+    Net,
+    Tensors,
+    add_toy_recipe,
+    check_alike,
+    check_raises,
+    check_that_rank_1_was_missed,
+    digest,
+    gathered,
+    lose_rank_1,
+    loss_of,
+)
 
 STREAMING = {"sync_every": 4, "parts": 2, "overlap": 1}
 
@@ -363,32 +371,13 @@ class with_two_threads:
             torch.set_num_threads(1)
 
 
-def lose_a_rank(rank: int, folder: Path) -> list[tuple[str, float]]:
+def lose_a_rank(rank: int, folder: Path) -> list[Loss]:
     """Rank 1 dies after it has sent a part; the others learn that when the next one is due, or when they leave."""
     connect(rank, folder, "lost", 10)
     torch.set_num_threads(2)
     handle = make("co3")
-    start = 0.0
-    try:
-        with handle:
-            for i in range(12):
-                step(handle, rank, i)
-                if i == 4:
-                    start = time.monotonic()
-                    if rank == 1:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    if rank == 2:
-                        break
-        raise AssertionError("nobody was missed")
-    except AggregateError as error:
-        found = [(str(error), time.monotonic() - start)]
-    gc.collect()
-    dist.destroy_process_group()
-    return found
+    return lose_rank_1(handle, rank, 4, lambda number: step(handle, rank, number))
 
 
 def test_a_lost_rank_is_an_error_within_the_timeout(ranks: RankPool) -> None:
-    first, killed, last = ranks.run(lose_a_rank, seconds=60)
-    assert killed is None
-    for message, seconds in (*first, *last):
-        assert "rank 1 is gone: its process was killed" in message and seconds < 10
+    check_that_rank_1_was_missed(*ranks.run(lose_a_rank, seconds=60))

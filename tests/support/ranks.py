@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import math
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -15,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import AggregateError
 from gradwire.catalogue import all_recipes, spec
 from gradwire.catalogue.spec import Entry, Parameter
 from gradwire.convert import stored
@@ -24,6 +30,7 @@ from support.helpers import bits
 
 SMALL_BUCKETS = 0.001  # MB: three of them for this model
 Tensors = dict[str, torch.Tensor]
+Loss = tuple[str, float]  # how a rank learned that another was lost, and after how many seconds
 # Left to itself, it may choose another aggregation after two steps, by the clock, and with it other roundings.
 attach = functools.partial(gradwire.ddp.attach, aggregate="all_gather")
 
@@ -156,3 +163,30 @@ def add_toy_recipe() -> None:
     all_recipes.CATALOGUE["toy"] = Entry(
         "toy", "", "", lambda v: LargestShare(float(v["p"])), {"p": Parameter("0.1", share), **corrector}
     )
+
+
+def lose_rank_1(block: AbstractContextManager[object], rank: int, at: int, step: Callable[[int], None]) -> list[Loss]:
+    """Make steps within the block, until rank 1 dies after step `at` and rank 2 leaves; how the others learn that."""
+    start, found = 0.0, []
+    try:
+        with block:
+            for number in range(3 * at):
+                step(number)
+                if number == at:
+                    start = time.monotonic()
+                    if rank == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if rank == 2:
+                        break
+        raise AssertionError("nobody was missed")
+    except AggregateError as error:
+        found = [(str(error), time.monotonic() - start)]
+    gc.collect()
+    dist.destroy_process_group()
+    return found
+
+
+def check_that_rank_1_was_missed(first: list[Loss], killed: object, last: list[Loss]) -> None:
+    assert killed is None
+    for message, seconds in (*first, *last):
+        assert "rank 1 is gone: its process was killed" in message and seconds < 10
