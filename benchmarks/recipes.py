@@ -40,7 +40,8 @@ Row = dict[str, Any]
 
 def recipes() -> list[str]:
     """Those that a hook takes; one that sends in some steps only needs LocalSGD."""
-    return [entry.name for entry in gradwire.recipes() if not gradwire.recipe(entry.name).delayed]
+    parsed = (gradwire.recipe(entry.name) for entry in gradwire.recipes())
+    return [recipe.name for recipe in parsed if not (recipe.delayed or recipe.in_adam_units)]  # SGD is no Adam
 
 
 def begin(name: str, hosts: Hosts, port: int, options: argparse.Namespace) -> Entry:
