@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "bindings.h"
+#include "bindings_pool.h"
 #include "grid.h"
 #include "streams.h"
 
@@ -27,8 +28,10 @@ struct Lanes {
     }
 };
 
-nb::bytes as_bytes(const std::vector<uint8_t>& data) {
-    return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+nb::object as_array(const std::vector<uint8_t>& bytes) {
+    auto [result, data] = array<uint8_t>(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), data);
+    return result;
 }
 
 // The classes of a grid: how often each has each of 2·largest+1 symbols, and what follows from it.
@@ -80,7 +83,7 @@ double class_bits(Ints counts, int classes, Doubles logs) {
 }
 
 // The classes as they stand in a frame. `streams` has their symbols one class after the other, and is changed.
-nb::bytes code_classes(BytesOut streams, Ints counts, int classes, Doubles logs, int threads) {
+nb::object code_classes(BytesOut streams, Ints counts, int classes, Doubles logs, int threads) {
     const GridClasses c(counts, classes, logs);
     size_t total = 0;
     for (size_t n : c.count) total += n;
@@ -125,10 +128,10 @@ nb::bytes code_classes(BytesOut streams, Ints counts, int classes, Doubles logs,
         }
     }
     require(good, "symbol out of range");
-    return as_bytes(out);
+    return as_array(out);
 }
 
-nb::bytes code_symbols(Bytes symbols, int alphabet, int implied, Doubles logs, int threads) {
+nb::object code_symbols(Bytes symbols, int alphabet, int implied, Doubles logs, int threads) {
     require(alphabet >= 1 && alphabet <= 255 && implied >= 0 && implied < alphabet, "bad alphabet");
     require(symbols.size() > 0 && logs.size() == kLogs + 1, "bad symbols or logarithms");
     std::vector<int64_t> counts(256);
@@ -141,7 +144,7 @@ nb::bytes code_symbols(Bytes symbols, int alphabet, int implied, Doubles logs, i
         coded = code_streams({{const_cast<uint8_t*>(symbols.data()), symbols.size(), alphabet, implied}}, {coding},
                              threads);
     }
-    return as_bytes(coded[0]);
+    return as_array(coded[0]);
 }
 
 // Whether it was possible, and how many bytes there were.

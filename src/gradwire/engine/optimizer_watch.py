@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -16,15 +18,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradwire.catalogue.recipe import Recipe
 from gradwire.correct.adam_units import ADAMS
 
+_watches: WeakSet[OptimizerWatch] = WeakSet()
+
 
 class OptimizerWatch:
     """Waits for the first step of an optimizer of these parameters, of which any part of the program may hold it."""
 
     def __init__(self, parameters: Collection[int], recipe: Recipe):
         self._parameters, self._recipe = parameters, recipe
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        _hook()
+        _watches.add(self)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at an optimizer that is about to make a step."""
         if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             return
         self.end()
@@ -37,4 +43,15 @@ class OptimizerWatch:
 
     def end(self) -> None:
         """Stop waiting."""
-        self._hook.remove()
+        _watches.discard(self)
+
+
+@lru_cache(maxsize=1)
+def _hook() -> object:
+    """Let all watches look at every step. The hook stays: torch goes through its hooks while they are called."""
+    return register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for watch in list(_watches):
+        watch.before_step(optimizer)

@@ -19,12 +19,12 @@ def class_bits(counts: np.ndarray) -> float | None:
 
 def code_classes(streams: np.ndarray, counts: np.ndarray) -> bytes | None:
     """Choose codings, and code all classes."""
-    return _native.code_classes(streams, counts.reshape(-1), len(counts), LOGS, torch.get_num_threads())
+    return _native.code_classes(streams, counts.reshape(-1), len(counts), LOGS, torch.get_num_threads()).tobytes()
 
 
 def code_symbols(symbols: np.ndarray, alphabet: int, zero_symbol: int) -> bytes | None:
     """Count, choose and code."""
-    return _native.code_symbols(symbols, alphabet, zero_symbol, LOGS, torch.get_num_threads())
+    return _native.code_symbols(symbols, alphabet, zero_symbol, LOGS, torch.get_num_threads()).tobytes()
 
 
 def read_classes(
