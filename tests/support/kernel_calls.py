@@ -272,8 +272,24 @@ def call_homomorphic(rng: Rng) -> None:
     native.quantize_all(tensor, *memories(rng, tensor, 1.0), 0.9, 0.125, 7, int(rng.choice([4, 8, 16])), stochastic)
 
 
+def call_classes(rng: Rng) -> None:
+    from gradwire.kernels.cpu import structure  # there is none without the native module
+
+    rows, columns, rank = (int(n) for n in rng.integers(1, 40, 3))
+    scales = tuple(rng.integers(0, 6, n).astype(np.int16) for n in (rows, columns, 1))
+    counts = reference.class_counts(scales, 3, 5, rows * columns)
+    symbols = torch.from_numpy(rng.integers(0, 200, rows * columns).astype(np.uint8))
+    streams = structure.split_classes(symbols, scales, 3, counts)
+    positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+    structure.merge_classes(streams, positions, np.zeros(5, dtype=np.uint8), scales, 3, 0, rows * columns)
+    left = torch.from_numpy(rng.standard_normal((rows, rank)).astype(np.float32))
+    right = torch.from_numpy(rng.integers(-127, 128, (rank, columns)).astype(np.int8))
+    structure.add_prediction(torch.zeros(rows * columns, dtype=torch.float32), (left, right), 0, -1.0)
+
+
 CORNERS: list[Callable[[Rng], None]] = [
     call_small_floats, call_tables, call_grids, call_levels, call_selections, call_rows, call_homomorphic,
+    call_classes,
 ]  # fmt: skip
 
 
