@@ -50,7 +50,8 @@ memory() {
   check_module libasan
   # capture=sys: pytest would otherwise keep what the sanitizer says to itself, and die with it.
   sanitized libasan -m pytest -p no:cacheprovider --capture=sys tests/kernels/test_native.py tests/compress/test_positions.py tests/kernels/test_grid.py tests/convert/test_sparse.py \
-    tests/convert/test_levels.py tests/kernels/test_rows.py tests/convert/test_sketch.py tests/aggregator/test_aggregator.py tests/aggregator/test_aggregator_faults.py
+    tests/convert/test_levels.py tests/kernels/test_rows.py tests/kernels/test_structure_kernels.py tests/kernels/test_stream_kernels.py \
+    tests/convert/test_sketch.py tests/aggregator/test_aggregator.py tests/aggregator/test_aggregator_faults.py
   # The peak memory says little here: freed memory is kept for a while to see that nobody uses it.
   sanitized libasan tests/fuzz_decode.py --frames "$frames" --max-growth-mb 4000
   for name in $(sanitized libasan -c 'from gradwire import kernels; print(*kernels.instruction_sets())'); do
