@@ -163,16 +163,6 @@ Classes make_classes(const Scales& rows, const Scales& columns, const Scales& co
             coefficients.size(), base,           int(number)};
 }
 
-// `positions` has where each class begins, and then where it ends.
-void split(Bytes symbols, Scales rows, Scales columns, Scales coefficients, int base, IntsOut positions,
-           BytesOut streams) {
-    const Classes c = make_classes(rows, columns, coefficients, base, positions.size());
-    require((symbols.size() + c.width() - 1) / c.width() <= c.row_count, "there are more symbols than entries");
-    require(streams.size() == symbols.size(), "streams has the wrong size");
-    nb::gil_scoped_release release;
-    split_classes(c, symbols.data(), symbols.size(), streams.data(), positions.data());
-}
-
 void merge(Bytes streams, IntsOut positions, Bytes zeros, Scales rows, Scales columns, Scales coefficients, int base,
            size_t first, BytesOut symbols) {
     const Classes c = make_classes(rows, columns, coefficients, base, positions.size());
@@ -242,7 +232,6 @@ void bind_structure(nb::module_& m) {
     m.def("project_rows", rows_on_basis);
     m.def("project_columns", columns_on_basis);
     m.def("gram", products);
-    m.def("split_classes", split);
     m.def("merge_classes", merge);
     m.def("quantize_classes", quantize);
     m.def("rebuild_classes", rebuild_from_classes, nb::arg("streams").none(), nb::arg("zeros"), nb::arg("rows"),

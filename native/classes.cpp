@@ -192,11 +192,6 @@ void quantize_group(const Grid& g, const Classes& c, Orders& orders, const float
 
 }  // namespace
 
-void split_classes(const Classes& c, const uint8_t* symbols, size_t count, uint8_t* streams, int64_t* positions) {
-    Orders orders(c);
-    split_rows(c, orders, 0, symbols, count, streams, positions);
-}
-
 bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_t* positions, const uint8_t* zeros,
                    size_t first_row, size_t count, uint8_t* symbols) {
     Orders orders(c);

@@ -20,7 +20,6 @@ struct Classes {
 
 // `positions` has where in `streams` the next symbol of each class is, and is moved on. False if a class has no more:
 // then it has been asked for entries that it does not have.
-void split_classes(const Classes& c, const uint8_t* symbols, size_t count, uint8_t* streams, int64_t* positions);
 bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_t* positions, const uint8_t* zeros,
                    size_t first_row, size_t count, uint8_t* symbols);
 

@@ -279,7 +279,7 @@ def call_classes(rng: Rng) -> None:
     scales = tuple(rng.integers(0, 6, n).astype(np.int16) for n in (rows, columns, 1))
     counts = reference.class_counts(scales, 3, 5, rows * columns)
     symbols = torch.from_numpy(rng.integers(0, 200, rows * columns).astype(np.uint8))
-    streams = structure.split_classes(symbols, scales, 3, counts)
+    streams = reference.split_classes(symbols, scales, 3, counts)
     positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
     structure.merge_classes(streams, positions, np.zeros(5, dtype=np.uint8), scales, 3, 0, rows * columns)
     left = torch.from_numpy(rng.standard_normal((rows, rank)).astype(np.float32))

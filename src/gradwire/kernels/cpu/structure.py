@@ -15,7 +15,7 @@ from gradwire.kernels.reference.structure import Energies, Factors, Prediction, 
 
 __all__ = [
     "add_and_measure", "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns",
-    "project_rows", "quantize_classes", "rebuild", "rebuild_classes", "split_classes",
+    "project_rows", "quantize_classes", "rebuild", "rebuild_classes",
 ]  # fmt: skip
 
 DIRECTIONS = 16  # columns of a basis, as the native kernels want them
@@ -159,14 +159,6 @@ def gram(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
     out = np.empty(DIRECTIONS * DIRECTIONS)
     _native.gram(_padded(a), _padded(b), out)
     return out.reshape(DIRECTIONS, DIRECTIONS)[: a.shape[1], : b.shape[1]]
-
-
-def split_classes(symbols: torch.Tensor, scales: Scales, base: int, counts: np.ndarray) -> np.ndarray:
-    """Share symbols among the streams of their classes, by the order that rows of a scale have in common."""
-    streams = np.empty(symbols.numel(), dtype=np.uint8)
-    positions = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
-    _native.split_classes(as_array(symbols), *scales, base, positions, streams)
-    return streams
 
 
 def merge_classes(
