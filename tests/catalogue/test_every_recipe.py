@@ -158,13 +158,14 @@ def test_strided_tensors(name: str) -> None:
 def test_every_recipe_trains_from_the_command_line(tmp_path: Path) -> None:
     """One after the other in the same workers; the command itself compares their replicas."""
     path = tmp_path / "figures.json"
-    codecs = [word for name in NAMES for word in ("--codec", name)]
+    names = [name for name in NAMES if not gradwire.recipe(name).in_adam_units]  # the command trains with SGD
+    codecs = [word for name in names for word in ("--codec", name)]
     options = ["--workers", "2", "--steps", "3", "--batch-size", "16", "--threads", "1", "--json", str(path)]
     with pytest.raises(SystemExit) as exit_:
         main(["train", "--task", "digits", *options, *codecs])
     assert exit_.value.code == 0, exit_.value.code
     runs = json.loads(path.read_text())["runs"]
-    assert [run["codec"].partition(":")[0] for run in runs] == NAMES
+    assert [run["codec"].partition(":")[0] for run in runs] == names
     for run in runs:
         assert run["steps"] == 3 and run["digest"]
         assert math.isfinite(run["history"][-1]["loss"])
