@@ -171,3 +171,6 @@ def test_every_recipe_trains_from_the_command_line(tmp_path: Path) -> None:
         assert math.isfinite(run["history"][-1]["loss"])
     digests = {run["codec"]: run["digest"] for run in runs}
     assert digests["none"] not in (digests["co3"], digests["sbc"], digests["diloco"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--task", "digits", *options, "--codec", "adam"])
+    assert "SGD keeps none that it knows: use structured" in str(exit_.value.code)
