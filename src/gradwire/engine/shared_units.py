@@ -45,11 +45,12 @@ class SharedUnits:
         self._factors: dict[str, torch.Tensor] = {}  # in the order of the bucket
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loaded: Units | None = None
+        self._has_loaded = False  # since the last renewal: on all ranks, also on one whose state has no units
         self._differed = False
 
     def due(self, step: int) -> bool:
         """Tell whether units are to be measured before this step: the same on all ranks."""
-        return self._loaded is not None or is_due(step)
+        return self._has_loaded or is_due(step)
 
     def renew(self, link: Link, arrange: Arrange) -> dict[str, torch.Tensor]:
         """Measure the units, or take those that were loaded; return what memories are to be multiplied by.
@@ -57,6 +58,7 @@ class SharedUnits:
         All ranks call it. The factors are in the order in which `arrange` puts the entries of a parameter.
         """
         units, self._loaded = self._loaded or measure_units(self._optimizer, self._parameters), None
+        self._has_loaded = False
         own = CHECKSUM.pack(checksum(units))
         if any(other != own for other in link.gather_short(own)):
             if not self._differed:
@@ -67,12 +69,12 @@ class SharedUnits:
                     stacklevel=2,
                 )
             return {}
-        before, self._units = self._units, dict(units)
         changes = {}
         for name, exponents in units.items():
             self._factors[name] = power_of_two(arrange(name, exponents).contiguous())
-            old = before.get(name)
+            old = self._units.get(name)
             change = exponents if old is None else exponents - old
+            self._units[name] = exponents
             if bool(change.any()):
                 changes[name] = power_of_two(arrange(name, change).contiguous())
         return changes
@@ -133,3 +135,4 @@ class SharedUnits:
         devices = {name: parameter.device for name, parameter in self._parameters}
         self._units, self._factors, self._scaled = {}, {}, []
         self._loaded = {name: exponents.to(devices[name]) for name, exponents in units.items()} or None
+        self._has_loaded = True
