@@ -194,13 +194,28 @@ int better_step(const std::vector<Quantizer>& others, const float* steps, const 
     return squared_error(others[best], steps[best], entries.data(), n) < error * clearly ? int(best) : -1;
 }
 
-void require_segments(Ints lengths, size_t entries) {
+// u at the sampled entries of each segment, one segment after the other; at all entries of those that have no more.
+void sample_segments(Floats gradient, std::optional<Floats> memory, float decay, Ints lengths, size_t runs,
+                     size_t length, FloatsOut out) {
+    std::optional<FloatsOut> none;
+    const Stream s = make_stream(gradient, memory, none);
+    require_segments(lengths, s.count);
+    require(runs && length, "nothing to sample");
+    const size_t most = runs * length;
+    const auto sampled = [&](size_t i) { return std::min(size_t(lengths.data()[i]), most); };
     size_t total = 0;
+    for (size_t i = 0; i < lengths.size(); i++) total += sampled(i);
+    require(out.size() == total, "out has the wrong size");
+    nb::gil_scoped_release release;
+    const float *g = s.gradient, *e = s.memory;
+    float* to = out.data();
     for (size_t i = 0; i < lengths.size(); i++) {
-        require(lengths.data()[i] > 0 && size_t(lengths.data()[i]) <= entries - total, "segments do not fit");
-        total += size_t(lengths.data()[i]);
+        const size_t n = size_t(lengths.data()[i]);
+        sample(g, e, decay, n, runs, length, to);
+        g += n;
+        e += e ? n : 0;
+        to += sampled(i);
     }
-    require(total == entries, "segments do not fill the tensor");
 }
 
 // `out` has three numbers for each segment: how many entries are not zero, and the sums of magnitudes and squares.
@@ -311,6 +326,8 @@ NB_MODULE(_native, m) {
     }, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"), nb::arg("runs"), nb::arg("length"),
           nb::arg("out"));
     m.def("squared_errors", &squared_errors);
+    m.def("sample_segments", &sample_segments, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("decay"),
+          nb::arg("lengths"), nb::arg("runs"), nb::arg("length"), nb::arg("out"));
     m.def("segment_moments", &segment_moments);
     m.def("better_steps", &better_steps);
     m.def("quantize_segments", &quantize_segments, nb::arg("gradient"), nb::arg("memory").none(),

@@ -65,6 +65,16 @@ inline void require(bool ok, const char* what) {
 
 constexpr size_t kFar = 1 << 18;  // entries: from there on a buffer is gone from the caches before it is read again
 
+// Lengths of tensors that lie end to end.
+inline void require_segments(Ints lengths, size_t entries) {
+    size_t total = 0;
+    for (size_t i = 0; i < lengths.size(); i++) {
+        require(lengths.data()[i] > 0 && size_t(lengths.data()[i]) <= entries - total, "segments do not fit");
+        total += size_t(lengths.data()[i]);
+    }
+    require(total == entries, "segments do not fill the tensor");
+}
+
 inline Stream make_stream(Floats gradient, const std::optional<Floats>& memory, std::optional<FloatsOut>& memory_out) {
     size_t n = gradient.size();
     require(!memory || memory->size() == n, "memory has the wrong size");

@@ -13,11 +13,10 @@ namespace {
 using Ints32Out = Written<int32_t>;
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-Grid make_grid(float decay, float step, float shift, Floats values, std::optional<uint64_t> seed) {
-    require(values.size() % 2 == 1 && values.size() >= 3 && values.size() <= 255, "values do not fit a grid");
+Grid make_grid(float decay, float step, float shift, const float* values, size_t width, std::optional<uint64_t> seed) {
+    require(width % 2 == 1 && width >= 3 && width <= 255, "values do not fit a grid");
     require(step > 0 && shift >= 0 && shift <= 1, "bad step or shift");
-    return {decay, 1.0f / step, shift, int(values.size() / 2), values.data(), seed.value_or(0), seed.has_value(),
-            false, step,        0.0f};
+    return {decay, 1.0f / step, shift, int(width / 2), values, seed.value_or(0), seed.has_value(), false, step, 0.0f};
 }
 
 Outliers make_outliers(IntsOut& positions, Ints32Out& multiples) {
@@ -29,12 +28,39 @@ Outliers make_outliers(IntsOut& positions, Ints32Out& multiples) {
 size_t quantize(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
                 float step, float shift, Floats values, std::optional<uint64_t> seed, BytesOut symbols,
                 IntsOut positions, Ints32Out multiples) {
-    const Grid g = make_grid(decay, step, shift, values, seed);
+    const Grid g = make_grid(decay, step, shift, values.data(), values.size(), seed);
     const Stream s = make_stream(gradient, memory, memory_out);
     Outliers outliers = make_outliers(positions, multiples);
     require(symbols.size() == s.count, "symbols has the wrong size");
     nb::gil_scoped_release release;
     grid_kernels().quantize(g, s, symbols.data(), outliers);
+    return outliers.count;
+}
+
+// The same for tensors that lie end to end, with a step and a row of values for each; a segment may have as many outliers
+// as it has sixteenths.
+size_t quantize_segments(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
+                         float decay, Ints lengths, Floats steps, float shift, Floats values, BytesOut symbols,
+                         IntsOut positions, Ints32Out multiples) {
+    const Stream s = make_stream(gradient, memory, memory_out);
+    require_segments(lengths, s.count);
+    const size_t n = lengths.size(), width = n ? values.size() / n : 0;
+    require(n && steps.size() == n && values.size() == n * width && symbols.size() == s.count, "wrong size");
+    Outliers outliers = make_outliers(positions, multiples);
+    const size_t room = outliers.capacity;
+    std::vector<Grid> grids;
+    for (size_t i = 0; i < n; i++)
+        grids.push_back(make_grid(decay, steps.data()[i], shift, values.data() + i * width, width, std::nullopt));
+    nb::gil_scoped_release release;
+    size_t start = 0;
+    for (size_t i = 0; i < n; i++) {
+        const size_t length = size_t(lengths.data()[i]), before = outliers.count;
+        outliers.capacity = std::min(room, before + length / 16);
+        Stream part = s.part(start, length);
+        part.far = false;
+        grid_kernels().quantize(grids[i], part, symbols.data() + start, outliers);
+        start += length;
+    }
     return outliers.count;
 }
 
@@ -92,7 +118,7 @@ bool encode_on_threads(const Cut& cut, const Grid& g, const Stream& s, const Ran
 nb::tuple rans(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out, float decay,
                float step, float shift, Floats values, std::optional<float> offset, Ints frequencies, int precision,
                int lanes, size_t chunk, BytesOut out, IntsOut positions, Ints32Out multiples, int threads) {
-    Grid g = make_grid(decay, step, shift, values, std::nullopt);
+    Grid g = make_grid(decay, step, shift, values.data(), values.size(), std::nullopt);
     g.settle = offset.has_value();
     g.offset = offset.value_or(0);
     const Stream s = make_stream(gradient, memory, memory_out);
@@ -125,6 +151,9 @@ void bind_grid(nb::module_& m) {
     m.def("grid_quantize", quantize, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("seed").none(),
           nb::arg("symbols"), nb::arg("positions"), nb::arg("multiples"));
+    m.def("grid_quantize_segments", quantize_segments, nb::arg("gradient"), nb::arg("memory").none(),
+          nb::arg("memory_out").none(), nb::arg("decay"), nb::arg("lengths"), nb::arg("steps"), nb::arg("shift"),
+          nb::arg("values"), nb::arg("symbols"), nb::arg("positions"), nb::arg("multiples"));
     m.def("grid_rans", rans, nb::arg("gradient"), nb::arg("memory").none(), nb::arg("memory_out").none(),
           nb::arg("decay"), nb::arg("step"), nb::arg("shift"), nb::arg("values"), nb::arg("offset").none(),
           nb::arg("frequencies"), nb::arg("precision"), nb::arg("lanes"), nb::arg("chunk"), nb::arg("out"),

@@ -49,6 +49,10 @@ void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double
 }
 
 void sample(const float* gradient, const float* memory, float decay, size_t n, size_t runs, size_t length, float* out) {
+    if (n <= runs * length) {
+        for (size_t i = 0; i < n; i++) out[i] = memory ? compensated(gradient[i], memory[i], decay) : gradient[i];
+        return;
+    }
     constexpr size_t kAhead = 8, kLine = 16;  // each run is a few cache misses: have those of several under way
     const size_t stratum = n / runs;
     const auto start_of = [&](size_t r) { return r * stratum + mix(uint32_t(r)) % (stratum - length + 1); };

@@ -134,7 +134,8 @@ uint32_t crc32_joined(uint32_t first, uint32_t second, size_t n);
 // Sums over the entries that are not zero, in fp64 (eight partial sums, always the same ones).
 void moments(const float* x, size_t n, int64_t& nonzero, double& sum_abs, double& sum_square);
 
-// u at the sampled entries (docs/architecture.md): `runs` runs of `length` entries, one in each equal part.
+// u at the sampled entries (docs/architecture.md): `runs` runs of `length` entries, one in each equal part; or at all
+// entries, if there are no more.
 void sample(const float* gradient, const float* memory, float decay, size_t n, size_t runs, size_t length, float* out);
 
 void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out);

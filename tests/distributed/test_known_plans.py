@@ -12,7 +12,7 @@ from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.tensor_parts import TensorPart, whole_tensors
 
 
-def parts_of(size: int = 5000) -> list[TensorPart]:
+def parts_of(size: int = 70_000) -> list[TensorPart]:
     return whole_tensors([("weight", torch.ones(size)), ("bias", torch.ones(10))])
 
 

@@ -58,6 +58,36 @@ def test_every_backend_quantizes_alike(stream, seed, updates):
     assert found.count(found[0]) == len(found)
 
 
+@given(streams(), st.lists(st.integers(1, 699), max_size=5), st.booleans())
+def test_every_backend_quantizes_segments_as_each_alone(stream, cuts, updates):
+    del stream["capacity"]
+    tensor, memory, values = stream["gradient"], stream["memory"], stream.pop("values")
+    ends = sorted({cut for cut in cuts if cut < len(tensor)} | {len(tensor)})
+    lengths, steps = np.diff([0, *ends]), np.float32(stream.pop("step")) / np.arange(1, len(ends) + 1)
+    rows = torch.stack([values * (i + 1) for i in range(len(ends))])
+    found = []
+    for name in ("each alone", *BACKENDS):
+        out = torch.full((len(tensor),), 7.0) if updates else None
+        with use_backend("reference" if name == "each alone" else name):
+            if name == "each alone":
+                symbols, outliers = [], []
+                for end, length, step, row in zip(ends, lengths.tolist(), steps.tolist(), rows, strict=True):
+                    part = slice(end - length, end)
+                    new, old = (None if whole is None else whole[part] for whole in (out, memory))
+                    alone = {**stream, "gradient": tensor[part], "memory": old, "memory_out": new, "step": step}
+                    coded, (places, multiples) = kernels.grid_quantize(**alone, values=row, capacity=length // 16)
+                    symbols.append(coded)
+                    outliers += list(zip((places + part.start).tolist(), multiples.tolist(), strict=True))
+                written = torch.cat(symbols)
+            else:
+                written, apart = kernels.grid_quantize_segments(
+                    **stream, memory_out=out, lengths=lengths, steps=steps, values=rows
+                )
+                outliers = list(zip(*(numbers.tolist() for numbers in apart), strict=True))
+        found.append((bits(written), outliers, bits(out) if updates else None))
+    assert found.count(found[0]) == len(found)
+
+
 @for_each("count", [70, 1000, 70_000, 200_001])
 @for_each("spec", ["ecq", "ecq:rate=4.5", "ecq:nmse=0.02", "ecq:rate=1.5,rounding=stochastic"])
 @for_each("dtype", [torch.float32, torch.bfloat16])

@@ -179,6 +179,19 @@ def test_segments_are_what_each_is_alone(stream, cuts):
         assert [tuple(row) for row in sums] == [native.moments(part) for part in grad.split(lengths.tolist())]
 
 
+def test_samples_of_segments_are_those_of_each():
+    lengths = np.array([1, 65_536, 65_537, 700, 200_001])
+    grad, memory = gradient(int(lengths.sum())), gradient(int(lengths.sum()), 1)
+    parts = list(zip(grad.split(lengths.tolist()), memory.split(lengths.tolist()), strict=True))
+    for beside in (memory, None):
+        expected = [reference.sample(part, None if beside is None else old, 0.9) for part, old in parts]
+        for name in ("reference", *each_set()):
+            kernels = reference if name == "reference" else native
+            samples, sizes = kernels.sample_segments(grad, beside, 0.9, lengths)
+            assert sizes.tolist() == [1, 65_536, 65_536, 700, 65_536], name
+            assert bits(samples) == bits(torch.cat(expected)), name
+
+
 @pytest.mark.parametrize("count", [65_537, 65_600, 100_003, 300_000])
 def test_sample(count):
     grad, memory = gradient(count), gradient(count, 1)

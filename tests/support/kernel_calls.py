@@ -127,6 +127,7 @@ def call_small_floats(rng: Rng) -> None:
     lengths = np.diff(np.unique([0, count // 3, count // 2, count]))
     steps, rows = np.full(len(lengths), step), torch.stack([values] * len(lengths))
     native.segment_moments(tensor, lengths)
+    native.sample_segments(tensor, memories(rng, tensor, step)[0], decay, lengths)
     native.better_steps(tensor, lengths, steps, steps[:, None] * [[2.0, 0.5]], 64, 0.98, fmt)
     native.quantize_segments(tensor, *memories(rng, tensor, step), decay, lengths, steps, fmt, rows, seed)
     precision, lane_bits, chunks = int(rng.integers(8, 15)), int(rng.integers(7)), int(rng.integers(1, 4))
@@ -196,6 +197,10 @@ def call_grids(rng: Rng) -> None:
     seed = None if rng.random() < 0.5 else int(rng.integers(2**63))
     arguments = decay, step, shift, values
     native.grid_quantize(tensor, *memories(rng, tensor, step), *arguments, capacity, seed)
+    lengths = np.diff(np.unique([0, count // 3, count // 2, count]))
+    rows = torch.stack([values * (i + 1) for i in range(len(lengths))])
+    steps = np.array([step * (i + 1) for i in range(len(lengths))])
+    native.grid_quantize_segments(tensor, *memories(rng, tensor, step), decay, lengths, steps, shift, rows)
     precision, lane_bits, chunks = int(rng.integers(8, 15)), int(rng.integers(7)), int(rng.integers(1, 4))
     frequencies = normalize(rng.integers(1, 100, 2 * largest + 1), precision)
     out, tensor = torch.zeros(2 * count + 10_000, dtype=torch.uint8), spoiled(rng, tensor)

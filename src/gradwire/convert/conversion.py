@@ -30,6 +30,7 @@ class Converter(ABC):
     families: tuple[str, ...]
     elementwise = False  # whether every entry is coded without regard to the others
     lists_segments = False  # whether the payload tells the segments apart; otherwise they are coded as one tensor
+    joins = False  # whether segments of many entries cost less time than frames of their own, and hardly any bytes
     selects = False  # whether a few entries of the whole tensor are sent, so that it had better not be cut
     sums = False  # whether what workers send can be added up on its way (aggregate/sums/sum_exchange.py)
     by_rows = False  # whether the shape counts, so that a tensor is cut between its rows if at all

@@ -21,7 +21,7 @@ from gradwire.convert.blocks import blocks, combine
 from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to
 from gradwire.convert.grid_fit import GridFit, Target, choose
 from gradwire.convert.grid_search import MeasuredGrid
-from gradwire.convert.minifloat import round_step, write
+from gradwire.convert.minifloat import round_steps, write
 from gradwire.convert.outliers import Outliers, read_outliers, write_outliers
 from gradwire.convert.segments import Segments, read_step
 from gradwire.errors import FrameError
@@ -55,6 +55,12 @@ class Points:
 def table(points: Points, largest: int) -> torch.Tensor:
     """Return what each symbol stands for, from −largest to largest."""
     return points.of(torch.arange(-largest, largest + 1, dtype=torch.int32, device="cpu"))
+
+
+def tables(points: Points, largest: int, steps: np.ndarray) -> torch.Tensor:
+    """Return a row of `table` for each of these steps, in place of the step of the points."""
+    multiples = torch.arange(-largest, largest + 1, dtype=torch.int32, device="cpu")
+    return points.of(multiples, torch.from_numpy(steps.astype(np.float32))[:, None])
 
 
 class Ecq(Converter):
@@ -112,35 +118,65 @@ class Ecq(Converter):
     def _encode_segments(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Encode several small tensors, each with its own step: on one grid, in units of their root mean squares."""
         conversion.require_finite()  # all of it, before the memory of the first segment changes
-        u = conversion.compensated()
-        scales = [float(part.double().square().mean().sqrt()) for part in u.split(conversion.segments)]
-        relative = [part / scale for part, scale in zip(u.split(conversion.segments), scales, strict=True) if scale]
-        fitted = self.target.fit(kernels.sample(torch.cat(relative), None, 0.0), conversion.count) if relative else None
-        if fitted is None:
-            fitted = self.target.fit(torch.ones(1, dtype=torch.float32, device="cpu"), conversion.count)
-            assert fitted is not None
-        side, pieces, outliers, position = bytearray(), [], [], 0
-        for length, scale, part in zip(conversion.segments, scales, u.split(conversion.segments), strict=True):
-            grid = replace(fitted.grid, step=round_step(fitted.grid.step * scale if scale else 1.0))
-            if self.stochastic:
-                grid = self._whole_range(part, grid, True)
-            side += varint(length) + bfloat16(grid.step)
-            symbols, apart = self._quantize(
-                conversion.slice(position, position + length),
-                grid,
-                Points(grid.step, grid.offsets, conversion.dtype),
-                True,
-            )
-            pieces.append(symbols)
-            outliers.append((apart[0] + position, apart[1]))
-            position += length
-        symbols = torch.cat(pieces)
+        u, lengths = conversion.compensated(), np.array(conversion.segments)
+        scales = np.sqrt(kernels.segment_moments(u, lengths)[:, 2] / lengths)
+        fitted = self._fit_relative(u, lengths, scales)
+        steps = round_steps(np.where(scales > 0, fitted.grid.step * scales, 1.0))
+        symbols, outliers, steps = self._quantize_segments(conversion, u, fitted.grid, lengths, steps)
+        side = bytearray()
+        for length, step in zip(conversion.segments, steps.tolist(), strict=True):
+            side += varint(length) + bfloat16(step)
         grid = fitted.grid
         coding = choose(grid.largest, kernels.histogram(symbols, 2 * grid.largest + 1), conversion.count)
-        apart = (np.concatenate([p for p, _ in outliers]), np.concatenate([m for _, m in outliers]))
         return _finish(
-            out, _side(grid) + varint(len(conversion.segments)) + bytes(side), symbols, coding, apart, grid.largest
+            out, _side(grid) + varint(len(conversion.segments)) + bytes(side), symbols, coding, outliers, grid.largest
         )
+
+    def _fit_relative(self, u: torch.Tensor, lengths: np.ndarray, scales: np.ndarray) -> GridFit:
+        """Return the fit for all entries in units of their segment's scale, but for segments that are all zero."""
+        fitted = None
+        if scales.any():
+            scale = torch.from_numpy(np.repeat(scales.astype(np.float32), lengths)).to(u.device)
+            relative = (u / scale)[scale > 0]
+            fitted = self.target.fit(kernels.sample(relative, None, 0.0), u.numel())
+        if fitted is None:
+            fitted = self.target.fit(torch.ones(1, dtype=torch.float32, device="cpu"), u.numel())
+            assert fitted is not None
+        return fitted
+
+    def _quantize_segments(
+        self, conversion: Conversion, u: torch.Tensor, grid: MeasuredGrid, lengths: np.ndarray, steps: np.ndarray
+    ) -> tuple[torch.Tensor, Outliers, np.ndarray]:
+        """Return the symbols and the outliers of all segments, and their steps; the error memory is updated."""
+        if self.stochastic:
+            return self._round_segments(conversion, u, grid, steps)
+        points = Points(1.0, grid.offsets, conversion.dtype)
+        symbols, apart = kernels.grid_quantize_segments(
+            conversion.gradient, conversion.memory, conversion.memory_out, conversion.decay, lengths, steps,
+            grid.shift, tables(points, grid.largest, steps),
+        )  # fmt: skip
+        if conversion.memory_out is not None and len(apart[0]):
+            of_each = steps[np.searchsorted(np.cumsum(lengths), in_host_memory(apart[0]), side="right")]
+            values = points.of(apart[1], torch.from_numpy(of_each.astype(np.float32)).to(apart[1].device))
+            kernels.add_at(conversion.memory_out, apart[0], -values)
+        return symbols, _listed(apart), steps
+
+    def _round_segments(
+        self, conversion: Conversion, u: torch.Tensor, grid: MeasuredGrid, steps: np.ndarray
+    ) -> tuple[torch.Tensor, Outliers, np.ndarray]:
+        """Do the same at random, on steps so large that all outliers have room."""
+        pieces, positions, multiples, wide, position = [], [], [], steps.copy(), 0
+        for i, part in enumerate(u.split(conversion.segments)):
+            ranged = self._whole_range(part, replace(grid, step=float(steps[i])), True)
+            symbols, apart = self._quantize(
+                conversion.slice(position, position + len(part)), ranged,
+                Points(ranged.step, ranged.offsets, conversion.dtype), True,
+            )  # fmt: skip
+            pieces.append(symbols)
+            positions.append(apart[0] + position)
+            multiples.append(apart[1])
+            wide[i], position = ranged.step, position + len(part)
+        return torch.cat(pieces), (np.concatenate(positions), np.concatenate(multiples)), wide
 
 
 def _side(grid: MeasuredGrid) -> bytes:
@@ -264,6 +300,8 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     _decode_symbols(header, symbols_reader, alphabet, points, segments, out, weight, accumulate)
     # The outliers come last, when there are no symbols any more: both would take more memory than is promised.
     outliers = read_outliers(reader.data[end:], count, largest)
+    if not len(outliers[0]):
+        return
     if segments is None:
         for part in blocks(len(outliers[0])):
             _add_outliers(outliers, part, 0, points, None, out, weight)
@@ -300,10 +338,11 @@ def _decode_symbols(
     """Decode all entries but the outliers, for which zero is written or added."""
     count, coding = header.elements, compress.read_head(reader, alphabet)
     if segments is not None:
-        symbols = torch.from_numpy(compress.decode(reader, alphabet, count, coding))
-        for part, steps in segments.steps():
-            multiples = symbols[part].int() - alphabet.zero_symbol
-            combine(points.of(multiples, steps), out[part], weight, accumulate)
+        coded = compress.decode(reader, alphabet, count, coding)
+        for part, starts, steps in segments.runs(alphabet.symbols):
+            values = tables(points, alphabet.zero_symbol, steps)
+            values = values if weight == 1 else values * weight
+            kernels.spread_levels(coded[part], values, starts, out[part], accumulate)
         return
     values = table(points, alphabet.zero_symbol)
     values = values if weight == 1 else values * weight

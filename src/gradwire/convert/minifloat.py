@@ -107,7 +107,7 @@ class Minifloat(Converter):
 
     wire_id = MINIFLOAT
     families = ("quantize",)
-    lists_segments = stores_tiny = True
+    lists_segments = joins = stores_tiny = True
 
     def __init__(self, fmt: Format, coder: str = "rans", model: str = "auto", rounding: str = "nearest"):
         self.format, self.coder = fmt, compress.CODERS[coder]
@@ -120,8 +120,7 @@ class Minifloat(Converter):
             # Without bias nothing may saturate: the largest entry must be in the range of the format.
             return self._fit_range(conversion)
         fitted = fit(self.format, sample)
-        if sample.numel() < conversion.count and (fitted is None or fitted.zero_mass > 250):
-            # Nearly all of the sample is zero: the few entries that are not deserve a full look.
+        if sample.numel() < conversion.count and _looks_empty(fitted):
             fitted = fit(self.format, conversion.compensated())
         return fitted
 
@@ -134,6 +133,16 @@ class Minifloat(Converter):
         if step * self.format.largest < largest:
             step = round_step(step * (1 + 2**-7))  # the next one
         return StepFit(step, 0, 0)
+
+    def _fit_segments(self, conversion: Conversion, lengths: np.ndarray) -> list[StepFit | None]:
+        """Return for each segment what `fit` returns for that tensor alone."""
+        samples, sizes = kernels.sample_segments(conversion.gradient, conversion.memory, conversion.decay, lengths)
+        fits = fit_segments(self.format, samples, sizes)
+        for i in np.flatnonzero(sizes < lengths).tolist():
+            if _looks_empty(fits[i]):
+                end = int(lengths[: i + 1].sum())
+                fits[i] = fit(self.format, conversion.slice(end - int(lengths[i]), end).compensated())
+        return fits
 
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload and update the error memory, as `Converter.encode` promises."""
@@ -237,7 +246,7 @@ class Minifloat(Converter):
             parts = [conversion.slice(end - n, end) for n, end in zip(conversion.segments, ends, strict=True)]
             fits = [self._fit_range(part) for part in parts]
         else:
-            fits = fit_segments(self.format, conversion.compensated(), lengths)
+            fits = self._fit_segments(conversion, lengths)
         steps = np.array([fitted.step if fitted else 1.0 for fitted in fits])
         side = bytearray(pack_format(self.format) + varint(len(conversion.segments)))
         for length, step in zip(conversion.segments, steps.tolist(), strict=True):
@@ -251,6 +260,11 @@ class Minifloat(Converter):
         used = sorted((fitted for fitted in fits if fitted), key=lambda fitted: fitted.beta_index)
         coding = self._choose(counts, conversion.count, used[len(used) // 2] if used else None)
         return write(out, bytes(side), compress.encode(in_host_memory(symbols), self.format, coding))
+
+
+def _looks_empty(fitted: StepFit | None) -> bool:
+    """Tell whether nearly all of a sample is zero, so that the few entries that are not deserve a full look."""
+    return fitted is None or fitted.zero_mass > 250
 
 
 def write(out: torch.Tensor, *parts: bytes) -> int:
@@ -340,11 +354,10 @@ def _decode_segments(
 ) -> None:
     """Decode entries with the step of their own segment."""
     segments = Segments(reader, header.elements)
-    symbols = torch.from_numpy(compress.decode(reader, fmt, header.elements, compress.read_head(reader, fmt)))
-    levels = torch.from_numpy(fmt.levels.astype(np.float32))
-    for part, steps in segments.steps():
-        exact = kernels.dequantize(symbols[part], levels) * steps
-        combine(limit_to(exact, header.dtype).float(), out[part], weight, accumulate)
+    symbols = compress.decode(reader, fmt, header.elements, compress.read_head(reader, fmt))
+    for part, starts, steps in segments.runs(fmt.symbols):
+        table = values_of_steps(fmt, steps, header.dtype)
+        kernels.spread_levels(symbols[part], table if weight == 1 else table * weight, starts, out[part], accumulate)
 
 
 def weighted_values(fmt: Format, step: float, dtype: torch.dtype, weight: float) -> torch.Tensor:

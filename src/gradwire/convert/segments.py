@@ -48,6 +48,26 @@ class Segments:
         for length, bits in self._walk():
             yield length, float(_from_bits([bits])[0])
 
+    def runs(self, values: int) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+        """Yield which entries some segments have, where each of them begins and ends there, and their steps.
+
+        That is all segments in order, no more at a time than a table with so many values for each of them has room for.
+        """
+        most, start = max(1, BLOCK // values), 0
+        lengths: list[int] = []
+        bits: list[int] = []
+        for length, step in self._walk():
+            if length:
+                lengths.append(length)
+                bits.append(step)
+            if len(lengths) == most:
+                starts = _starts(lengths)
+                yield slice(start, start + int(starts[-1])), starts, _from_bits(bits)
+                start, lengths, bits = start + int(starts[-1]), [], []
+        if lengths:
+            starts = _starts(lengths)
+            yield slice(start, start + int(starts[-1])), starts, _from_bits(bits)
+
     def steps(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the step of every entry, as fp32, and which entries these are; a block at a time."""
         lengths: list[int] = []
@@ -87,6 +107,12 @@ class Segments:
                 raise FrameError("invalid step")
             yield length, bits
         self._end = at
+
+
+def _starts(lengths: list[int]) -> np.ndarray:
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
 
 
 def _spread(lengths: list[int], bits: list[int]) -> torch.Tensor:

@@ -13,8 +13,8 @@ from gradwire.kernels.reference.coders import chunk_size
 from gradwire.kernels.reference.grid import LOGS, Measured, Outliers
 
 __all__ = [
-    "add_at", "grid_measure", "grid_quantize", "grid_rans", "grid_search", "pack_outliers", "running_sums",
-    "unpack_outliers",
+    "add_at", "grid_measure", "grid_quantize", "grid_quantize_segments", "grid_rans", "grid_search", "pack_outliers",
+    "running_sums", "unpack_outliers",
 ]  # fmt: skip
 
 
@@ -58,6 +58,21 @@ def grid_quantize(
     count = _native.grid_quantize(
         as_array(gradient), as_array(memory), as_array(memory_out), decay, step, shift, as_array(values), as_seed(seed),
         as_array(symbols), *map(as_array, outliers),
+    )  # fmt: skip
+    return symbols, _first(count, outliers)
+
+
+@where(flat_fp32)
+def grid_quantize_segments(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
+    lengths: np.ndarray, steps: np.ndarray, shift: float, values: torch.Tensor,
+) -> tuple[torch.Tensor, Outliers]:  # fmt: skip
+    """Quantize all segments in one call."""
+    symbols = torch.empty(gradient.numel(), dtype=torch.uint8, device="cpu")
+    outliers = _room(int(sum(lengths // 16)))
+    count = _native.grid_quantize_segments(
+        as_array(gradient), as_array(memory), as_array(memory_out), decay, lengths, steps.astype(np.float32), shift,
+        as_array(values.reshape(-1)), as_array(symbols), *map(as_array, outliers),
     )  # fmt: skip
     return symbols, _first(count, outliers)
 

@@ -19,7 +19,7 @@ from gradwire.small_float_formats import Format
 
 __all__ = [
     "absmax", "better_steps", "histogram", "moments", "quantize", "quantize_rans", "quantize_segments", "sample",
-    "segment_moments", "squared_errors", "to_symbols",
+    "sample_segments", "segment_moments", "squared_errors", "to_symbols",
 ]  # fmt: skip
 
 
@@ -33,6 +33,17 @@ def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) ->
     out = torch.empty(SAMPLE, dtype=torch.float32, device="cpu")
     _native.sample(as_array(gradient), as_array(memory), decay, SAMPLE_RUNS, RUN, as_array(out))
     return out
+
+
+@where(flat_fp32)
+def sample_segments(
+    gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, lengths: np.ndarray
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the samples of all segments, in one call."""
+    sizes = np.minimum(lengths, SAMPLE)
+    out = torch.empty(int(sizes.sum()), dtype=torch.float32, device="cpu")
+    _native.sample_segments(as_array(gradient), as_array(memory), decay, lengths, SAMPLE_RUNS, RUN, as_array(out))
+    return out, sizes
 
 
 @where(flat_fp32)

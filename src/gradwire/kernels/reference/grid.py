@@ -11,8 +11,8 @@ from gradwire.kernels.reference.quantize import compensate, dequantize, inverse
 
 __all__ = [
     "EXCESS_LIMIT", "GAP_LIMIT", "GRID_LIMIT", "GRID_SIZES", "Measured", "Outliers", "add_at", "grid_capacity",
-    "grid_edges", "grid_measure", "grid_quantize", "grid_rans", "grid_search", "outlier_bits", "pack_outliers",
-    "running_sums", "unpack_outliers",
+    "grid_edges", "grid_measure", "grid_quantize", "grid_quantize_segments", "grid_rans", "grid_search", "outlier_bits",
+    "pack_outliers", "running_sums", "unpack_outliers",
 ]  # fmt: skip
 
 GRID_LIMIT = 1 << 24  # largest multiple: fp32 holds all integers up to it
@@ -66,6 +66,24 @@ def grid_quantize(
     if memory_out is not None:
         torch.sub(u, dequantize(symbols, values), out=memory_out)
     return symbols, outliers
+
+
+def grid_quantize_segments(
+    gradient: torch.Tensor, memory: torch.Tensor | None, memory_out: torch.Tensor | None, decay: float,
+    lengths: np.ndarray, steps: np.ndarray, shift: float, values: torch.Tensor,
+) -> tuple[torch.Tensor, Outliers]:  # fmt: skip
+    """Do `grid_quantize` to tensors that lie end to end, with a step and a row of values for each of them."""
+    ends = np.cumsum(lengths).tolist()
+    pieces, places, multiples = [], [], []
+    for end, length, step, row in zip(ends, lengths.tolist(), steps.tolist(), values, strict=True):
+        part = slice(end - length, end)
+        old, new = (None if whole is None else whole[part] for whole in (memory, memory_out))
+        capacity = grid_capacity(length, True)
+        symbols, outliers = grid_quantize(gradient[part], old, new, decay, step, shift, row, capacity)
+        pieces.append(symbols)
+        places.append(outliers[0] + part.start)
+        multiples.append(outliers[1])
+    return torch.cat(pieces), (torch.cat(places), torch.cat(multiples))
 
 
 def grid_rans(

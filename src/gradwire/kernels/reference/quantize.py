@@ -10,7 +10,8 @@ from gradwire.small_float_formats import Format
 
 __all__ = [
     "FLOAT_MAX", "SAMPLE", "absmax", "better_steps", "compensate", "dequantize", "histogram", "moments", "quantize",
-    "quantize_rans", "quantize_segments", "sample", "segment_moments", "squared_errors", "to_symbols",
+    "quantize_rans", "quantize_segments", "sample", "sample_segments", "segment_moments", "squared_errors",
+    "to_symbols",
 ]  # fmt: skip
 
 SAMPLE_RUNS, RUN = 1024, 64
@@ -41,6 +42,16 @@ def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) ->
     start = run * stratum + mix(run) % (stratum - RUN + 1)
     index = (start[:, None] + torch.arange(RUN, device="cpu")).flatten().to(gradient.device)
     return compensate(gradient[index], None if memory is None else memory[index], decay)
+
+
+def sample_segments(
+    gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, lengths: np.ndarray
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the samples of all segments, one after the other, and the length of each."""
+    parts = gradient.split(lengths.tolist())
+    memories = [None] * len(parts) if memory is None else memory.split(lengths.tolist())
+    samples = [sample(part, beside, decay) for part, beside in zip(parts, memories, strict=True)]
+    return torch.cat(samples), np.array([len(part) for part in samples])
 
 
 def moments(x: torch.Tensor) -> tuple[int, float, float]:
