@@ -238,12 +238,13 @@ def test_a_replica_that_dies_is_an_error_at_once(threads):
 
 
 def test_a_replica_that_is_silent_is_an_error_within_the_timeout(threads):
-    quorums, groups = Quorums(), [make(seconds=2), make(seconds=2)]
+    seconds = 6  # to meet in, too, on a busy machine
+    quorums, groups = Quorums(), [make(seconds=seconds), make(seconds=seconds)]
     quorums.form(groups)
     start = time.monotonic()
     with pytest.raises(AggregateError, match="lost a peer, or it did not answer"):
         allreduce(groups[0], torch.ones(D)).wait()
-    assert 1 < time.monotonic() - start < 2 + SOON
+    assert seconds - 1 < time.monotonic() - start < seconds + SOON
 
 
 def test_a_new_quorum_ends_exchanges_that_are_under_way(exchange_thread):
