@@ -24,7 +24,11 @@ from support.helpers import free_ports
 ROOT = Path(__file__).parents[2]
 STEPS, HALF = 6, 3
 SECONDS = 240  # that an example may take on a busy machine, imports included
-WITH_LOST_WORKERS = ("elastic_training.py", "torchft_training.py")  # test_workers_that_come_and_go.py
+ELSEWHERE = {
+    "elastic_training.py": "test_workers_that_come_and_go.py",
+    "torchft_training.py": "test_workers_that_come_and_go.py",
+    "language_model.py": "test_language_model.py",
+}
 NEEDS = {
     "ddp.py": (),
     "lightning_ddp.py": ("lightning",),
@@ -78,6 +82,6 @@ def test_example(name: str, runner: subprocess.Popen[str], tmp_path: Path) -> No
 
 def test_every_example_is_listed_and_tested() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert scripts == {*NEEDS, *WITH_LOST_WORKERS}
+    assert scripts == {*NEEDS, *ELSEWHERE}
     page = (ROOT / "examples" / "README.md").read_text()
     assert all(f"[{name}]({name})" in page for name in scripts)
