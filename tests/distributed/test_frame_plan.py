@@ -16,15 +16,17 @@ SHAPES = {
 }  # fmt: skip
 
 
-def frames_of(spec: str) -> list[list[str]]:
+def frames_of(spec: str, joins: bool = True) -> list[list[str]]:
     parts = whole_tensors([(name, torch.ones(shape)) for name, shape in SHAPES.items()])
-    return [plan.names for plan in ModelRecipes(spec).plan_frames(parts, clock=0)]
+    return [plan.names for plan in ModelRecipes(spec).plan_frames(parts, clock=0, joins=joins)]
 
 
 @pytest.mark.parametrize("spec", ["co3", "co3:format=fp8,coder=huffman", "gennorm"])
 def test_small_tensors_share_a_frame_and_larger_ones_do_with_their_like(spec: str) -> None:
     own = [["first"], ["third", "fourth"], ["fifth"], ["large"]]
     assert sorted(frames_of(spec)) == sorted([["bias", "second"], *own])
+    alone = [[name] for name in SHAPES if name not in ("bias", "second")]
+    assert sorted(frames_of(spec, joins=False)) == sorted([["bias", "second"], *alone])
 
 
 @pytest.mark.parametrize("spec", ["ecq", "qsgd", "topk:p=0.1,mask=off", "co3:rounding=stochastic"])

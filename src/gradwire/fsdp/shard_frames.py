@@ -59,7 +59,7 @@ class ShardFrames:
     def plan(self, row: torch.Tensor, places: Sequence[PartPlace]) -> list[FramePlan]:
         """Return the frames of a row of FSDP2's flat buffer."""
         parts = whole_tensors([(place.name, self._as_coded(row[place.row], place)) for place in places])
-        return self.recipes.plan_frames(parts, self.ledger.steps)
+        return self.recipes.plan_frames(parts, self.ledger.steps, joins=True)
 
     def _as_coded(self, entries: torch.Tensor, place: PartPlace) -> torch.Tensor:
         """Return a part in its shape, if its codec uses that, or else flat."""

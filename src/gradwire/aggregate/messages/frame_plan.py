@@ -57,14 +57,15 @@ class FramePlan:
 
 
 def plan_frames(
-    parts: Iterable[TensorPart], recipes: Recipes, clock: int, shares: Mapping[str, float]
+    parts: Iterable[TensorPart], recipes: Recipes, clock: int, shares: Mapping[str, float], joins: bool = False
 ) -> list[FramePlan]:
     """Return the frames of a message: shared ones first, then one for each other part.
 
     Small tensors share a frame if each is coded as if it were alone. Otherwise a tensor's mean would depend on those
     that share its frame, and these are not the same in all steps: DDP forms other buckets after its first step. Tensors
     whose recipe selects entries from the whole model (`whole_model`) share a frame whatever their size. `clock` is the
-    step that schedules go by, and `shares` holds each tensor's part of the model's budget.
+    step that schedules go by, and `shares` holds each tensor's part of the model's budget. With `joins`, tensors that
+    are not small share frames, too, if that saves more time than their bytes take: in messages of every training step.
     """
     shared: dict[tuple[Recipe, torch.dtype, tuple[int, ...]], FramePlan] = {}
     single: list[FramePlan] = []
@@ -72,7 +73,7 @@ def plan_frames(
         entries = part.tensor.numel()
         recipe = recipe_of_tensor(part.name, entries, recipes)
         codec = recipe.at(clock, shares.get(part.name, 1.0))
-        with_whom = _shared_by(part, recipe, codec)
+        with_whom = _shared_by(part, recipe, codec, joins)
         if with_whom is None:
             plan = FramePlan(recipe, codec)
             single.append(plan)
@@ -82,16 +83,17 @@ def plan_frames(
     return [*shared.values(), *single]
 
 
-def _shared_by(part: TensorPart, recipe: Recipe, codec: Codec) -> tuple[int, ...] | None:
+def _shared_by(part: TensorPart, recipe: Recipe, codec: Codec, joins: bool) -> tuple[int, ...] | None:
     """Return what parts have in common that share a frame; None for a part with a frame of its own."""
     if recipe.whole_model:
         return ()
     converter = codec.converter
     if codec.stochastic or not (converter.lists_segments or converter.elementwise):
         return None
-    if part.tensor.numel() < SMALL or (converter.joins and part.size < JOINED):
+    joins = joins and converter.joins
+    if part.tensor.numel() < SMALL or (joins and part.size < JOINED):
         return ()
-    return part.shape if converter.joins and part.size < JOINED_WITH_LIKE else None
+    return part.shape if joins and part.size < JOINED_WITH_LIKE else None
 
 
 def only_present(plans: Sequence[FramePlan], present: Sequence[bool]) -> Sequence[FramePlan]:

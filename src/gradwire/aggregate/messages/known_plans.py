@@ -27,7 +27,7 @@ class _Known:
     def plan_anew(self, recipes: ModelRecipes, clock: int) -> None:
         """Make the plan with the recipes of now; what followed from the one before is forgotten."""
         self.generation, self.facts = recipes.generation, {}
-        self.plans = recipes.plan_frames(self.parts, clock)
+        self.plans = recipes.plan_frames(self.parts, clock, joins=True)
 
 
 class KnownPlans:
@@ -57,7 +57,7 @@ class KnownPlans:
         """Return the frames that these parts are sent in at this step."""
         known = self._by_parts.get(id(parts))
         if known is None or not self._recipes.settled(clock):
-            return self._recipes.plan_frames(parts, clock)
+            return self._recipes.plan_frames(parts, clock, joins=True)
         if known.generation != self._recipes.generation:
             self._by_plans.pop(id(known.plans), None)
             known.plan_anew(self._recipes, clock)

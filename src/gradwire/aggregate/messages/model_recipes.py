@@ -93,9 +93,14 @@ class ModelRecipes:
         """Return the recipes for a checkpoint, whose memories are worth nothing without them."""
         return recipes_to_save(self.by_pattern)
 
-    def plan_frames(self, parts: Iterable[TensorPart], clock: int, last: bool = False) -> list[FramePlan]:
-        """Return the frames of a message at step `clock`; the `last` exchange of a training may have other recipes."""
+    def plan_frames(
+        self, parts: Iterable[TensorPart], clock: int, last: bool = False, joins: bool = False
+    ) -> list[FramePlan]:
+        """Return the frames of a message at step `clock`; the `last` exchange of a training may have other recipes.
+
+        Where messages are sent in every step, tensors of some size share frames (`joins`): see `plan_frames`.
+        """
         recipes = self.by_pattern
         if last:
             recipes = {pattern: recipe.last or recipe for pattern, recipe in recipes.items()}
-        return plan_frames(parts, recipes, clock, self._shares)
+        return plan_frames(parts, recipes, clock, self._shares, joins)
