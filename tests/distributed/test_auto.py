@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import pytest
+import torch
 
 import gradwire
 from gradwire import SpecError
@@ -107,12 +111,50 @@ def test_costs() -> None:
     assert all_reduce_s(4 * 10**6, speed, 2) == pytest.approx(2e-3 + 40e-3)
 
 
+def test_under_adam_no_sparse_recipe_is_a_candidate() -> None:
+    assert auto.candidates(True, False, under_adam=False) == list(CANDIDATES)
+    dense = [spec for spec in CANDIDATES if not spec.startswith("sbc")]
+    assert auto.candidates(True, False, under_adam=True) == dense != list(CANDIDATES)
+
+
+def used_with(kind: type[torch.optim.Optimizer], rank: int) -> tuple[set[str], bool]:
+    """The recipes that were tried, and whether adam was recommended in the end."""
+    said: list[str] = []
+    log, listener = logging.getLogger("gradwire.engine.tuner"), logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.setLevel(logging.INFO)
+    log.addHandler(listener)
+    try:
+        model, used = make_ddp(), set()
+        optimizer = kind(model.parameters(), lr=1e-3)
+        handle = gradwire.ddp.attach(model, "auto:error=1", optimizer=optimizer)
+        handle.gradients.tuner.auto.plain_seconds = lambda entry_bytes: 1e9  # so that no all-reduce is chosen
+        for step in range(45):
+            backward(model, rank, step)
+            used.add(handle.gradients.tuner.auto.spec)
+    finally:
+        log.removeHandler(listener)
+    return used, any('"adam"' in line for line in said)
+
+
+def where_one_has_an_adam(rank: int) -> None:
+    """All ranks leave out the same, and rank 0 speaks for all."""
+    used, advised = used_with(torch.optim.SGD if rank else torch.optim.AdamW, rank)
+    assert "co3" in used and not any(spec.startswith("sbc") for spec in used), used
+    assert advised == (rank == 0)
+
+
+def where_none_has_an_adam(rank: int) -> None:
+    used, advised = used_with(torch.optim.SGD, rank)
+    assert any(spec.startswith("sbc") for spec in used) and not advised, used
+
+
 def test_structure_is_a_candidate_where_bits_take_longer_than_coding() -> None:
     """By hand: 2 bits at 2 MB/s are 125 ns; coding takes 50 ns and 3 for each of two ranks."""
     assert structure_may_pay(Speed(1e-3, 2e6), 2) and not structure_may_pay(Speed(1e-3, 2e8), 2)
     assert structure_may_pay(Speed(1e-3, 3e7), 8) and not structure_may_pay(Speed(1e-3, 3e7), 2)
-    assert auto.candidates(halves=True, structured=False) == list(CANDIDATES)
-    tried = auto.candidates(halves=False, structured=True)
+    assert auto.candidates(halves=True, structured=False, under_adam=False) == list(CANDIDATES)
+    tried = auto.candidates(halves=False, structured=True, under_adam=False)
     assert tried[-2:] == ["structured", EXACT] and HALF not in tried and "structured" in auto.RECIPE_NAMES
 
 
@@ -135,5 +177,6 @@ def on_a_slow_link(rank: int) -> None:
         assert "co3" in errors and (not tried or 0 < errors["structured"] < 0.04), errors
 
 
-def test_on_three_ranks(ranks: RankPool) -> None:
-    ranks.check(on_a_slow_link)
+@pytest.mark.parametrize("scenario", [on_a_slow_link, where_one_has_an_adam, where_none_has_an_adam])
+def test_on_three_ranks(ranks: RankPool, scenario: Callable[[int], None]) -> None:
+    ranks.check(scenario)

@@ -27,6 +27,7 @@ from gradwire.aggregate.sums.aggregator_for_all_or_none import aggregator_sums
 from gradwire.aggregate.transport.link import Link
 from gradwire.catalogue.saved_recipes import KEY
 from gradwire.catalogue.spec_by_name import Spec, warn_of_idle_patterns
+from gradwire.correct.adam_units import ADAMS
 from gradwire.correct.memory_dtype import memory_dtype
 from gradwire.correct.momentum import Takeover
 from gradwire.correct.worker_memories import WorkerMemories
@@ -206,7 +207,8 @@ class Gradients:
         if all(answer[1] for answer in answers):
             exchange.wait_for_nothing()
         is_open &= not self.recipes.sums_all
-        self._tuner = Tuner(of_all, exchange, self._target_error, is_open)
+        under_adam = isinstance(options.optimizer, ADAMS)
+        self._tuner = Tuner(of_all, exchange, self._target_error, is_open, under_adam)
         self._plain_step = PlainStep(of_all, exchange)
         return exchange
 

@@ -15,6 +15,7 @@ from gradwire.engine.cost_model import Load, Speed, all_reduce_s, structure_may_
 
 _log = logging.getLogger(__name__)
 STEPS_TO_LEARN = 3  # from which the cost model takes its figures
+ADVICE = '; under Adam the recipe "adam" may have less loss for fewer bytes (docs/language-models.md)'
 CLEARLY = 0.9  # scatter-reduce compresses twice, so it has to be that much faster
 
 
@@ -22,10 +23,12 @@ class Tuner:
     """Chooses recipe and aggregation from what the steps took, on all ranks alike.
 
     `target` is the error that `auto` may make, or None where the user has chosen the recipe. The aggregation is chosen
-    only with `open_aggregate`. The training's thread calls it between steps; all ranks decide in the same steps.
+    only with `open_aggregate`. `under_adam` says whether the optimizer was given and is an Adam. The training's thread calls it between steps; all ranks decide in the same steps.
     """
 
-    def __init__(self, link: Link, exchange: GradientExchange, target: float | None, open_aggregate: bool):
+    def __init__(
+        self, link: Link, exchange: GradientExchange, target: float | None, open_aggregate: bool, under_adam: bool
+    ):
         self.link, self.exchange = link, exchange
         self._recipes, self._ledger = exchange.coder.recipes, exchange.coder.ledger
         alone = link.world == 1
@@ -33,8 +36,9 @@ class Tuner:
         measures = (target is not None and not alone) or self._open_aggregate
         self._speed = Speed.measure(link) if measures else None
         structured = self._speed is not None and structure_may_pay(self._speed, exchange.link.world)
+        self._under_adam = measures and self._largest([float(under_adam)]) == [1.0]  # on any rank: all try the same
         # Hosts that share memories all-reduce in their own way.
-        candidates = auto.candidates(exchange.host is None, structured)
+        candidates = auto.candidates(exchange.host is None, structured, self._under_adam)
         self.auto = None if target is None else Auto(self._largest, self._plain_seconds, target, candidates, alone)
         self._aggregate = exchange.aggregate  # what every recipe begins with
         self._ended = 0.0  # when the last step did
@@ -72,7 +76,7 @@ class Tuner:
             if self.auto.spec != before:
                 self.use(self.auto.spec)
             if self.auto.settled and not was_settled and self.link.rank == 0:
-                _log.info("auto: %s", self.auto.reason)
+                _log.info("auto: %s%s", self.auto.reason, ADVICE if self._under_adam and not self.plain else "")
 
     def loaded(self) -> None:
         """Take note that the number of steps has changed, by a checkpoint."""
