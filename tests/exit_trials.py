@@ -236,6 +236,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options, root = parsed(), Path(tempfile.mkdtemp(prefix="exit-trials-"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in what runs in the background
     gc.collect()
     gc.freeze()  # what was imported is shared with the ranks: they need not look through all of torch when they end
     results = run(options, root)
