@@ -23,8 +23,9 @@ TOKEN_BYTES = 16
 LONGEST = 1 << 16  # bytes of a message
 QUESTION_SECONDS = 0.5  # that a peer has to send its question
 MOST_QUESTIONS = 256  # at a time; more are turned away
-# Errors of accept() that say nothing about the socket: too many files are open, or a peer has left already.
-PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EAGAIN, errno.EPROTO}
+# Errors of accept() that say that the socket is closed. All others pass: too many files are open, a peer has left
+# already, a firewall forbids it, or the network has failed, which Linux tells here, too.
+CLOSED = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 
 ENDING = "ends: its program is over, or has raised an error"  # what a rank is doing when its interpreter ends
 
@@ -192,8 +193,8 @@ def answer_questions(listener: socket.socket, status: SharedStatus) -> None:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if error.errno not in PASSING:
-                return  # closed
+            if error.errno in CLOSED:
+                return
             time.sleep(0.05)
             continue
         if not places.acquire(blocking=False):
