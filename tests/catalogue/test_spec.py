@@ -139,5 +139,16 @@ def test_patterns_that_match_nothing_are_named() -> None:
         warn_of_idle_patterns(recipes, ["layer.0.weight", "layer.0.bias"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_idle_patterns(recipes, ["layers.0.weight", "layers.0.bias"])
+        warn_of_idle_patterns(recipes, ["layers.0.weight", "layers.0.bias", "head.bias"])
         warn_of_idle_patterns(parse_spec("co3"), ["anything"])
+
+
+def test_patterns_behind_others_that_take_all_of_theirs_are_named() -> None:
+    names = ["layers.0.weight", "layers.0.bias", "head.weight"]
+    with pytest.warns(UserWarning, match=r"'layers\.\*' has no effect: .* such as '\*', since the first") as caught:
+        warn_of_idle_patterns(parse_spec({"*": "none", "layers.*": "co3"}), names)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_idle_patterns(parse_spec({"*.bias": "none", "layers.*": "co3", "*": "none"}), names)
+        warn_of_idle_patterns(parse_spec({"*.bias": "none", "layers.0.bias": "none", "*": "co3"}), names)  # the same

@@ -72,3 +72,12 @@ def test_what_is_no_process_group_is_refused_in_words(group: object) -> None:
 def test_a_state_of_what_is_no_model_is_refused_in_words() -> None:
     with pytest.raises(gradwire.GradwireError, match=r"model must be a torch\.nn\.Module, got list"):
         gradwire.ddp.State("co3", [nn.Linear(3, 3)])  # type: ignore[arg-type]
+
+
+def test_patterns_of_names_without_the_model_are_named() -> None:
+    """Parameters have numbers then, so that a recipe by name would be used for none of them."""
+    with pytest.warns(
+        UserWarning, match=r"'layers\.\*' matches no parameter .*give the model, State\(spec, model\)"
+    ) as said:
+        gradwire.ddp.State({"layers.*": "co3", "parameter0": "fp16", "*": "none"})
+    assert len(said) == 1

@@ -18,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import AggregateError, GradwireError, LocalSGD, SpecError, tasks
 from gradwire.aggregate.transport.link import children as _children
+from gradwire.catalogue.spec_by_name import parse_spec
 from gradwire.checkpoints.run_file import Checkpoint, CheckpointError, load
 from gradwire.frame import headers
+from gradwire.local_sgd.buffers import Buffers
 from gradwire.tasks.settings import Settings
 from gradwire.tasks.training import Training
 from support.helpers import bits, check_contract_3
@@ -601,6 +603,13 @@ QUICK = {
 @pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))
 def test_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
     ranks.check(scenario, seconds=20, setup=add_toy_recipe)
+
+
+def test_patterns_that_match_no_buffer_are_named() -> None:
+    model = nn.BatchNorm1d(3)
+    with pytest.warns(UserWarning, match=r"'runing_\*' matches no float buffer .* nearest is 'running_") as said:
+        Buffers(model, parse_spec({"runing_*": "none", "running_var": "none"}))
+    assert len(said) == 1
 
 
 def lose_a_rank(rank: int, folder: Path) -> list[Loss]:

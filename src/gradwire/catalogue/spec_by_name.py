@@ -49,19 +49,32 @@ def recipe_of_name(name: str, recipes: Recipes) -> Recipe:
     raise SpecError(f"no pattern matches parameter {name!r}: add a last entry '*' (its spec may be 'none')")
 
 
-def idle_patterns(recipes: Recipes, names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each pattern that matches none of a model's parameters: it is likely to be misspelt."""
+def idle_patterns(recipes: Recipes, names: Iterable[str], of: str = "parameter") -> Iterator[str]:
+    """Yield a sentence for each pattern that is of no use for a model's parameters, which is likely a mistake.
+
+    It matches none, since it is misspelt, or what it matches has another recipe by patterns before it.
+    """
     names = list(names)
+    first = {name: next((p for p in recipes if _compiled(p).match(name)), None) for name in names}
     for pattern in recipes:
-        if names and pattern != "*" and not any(map(_compiled(pattern).match, names)):
+        if not names or pattern == "*" or pattern in first.values():
+            continue
+        matched = [name for name in names if _compiled(pattern).match(name)]
+        before = next((p for name in matched if (p := first[name]) and recipes[p] != recipes[pattern]), None)
+        if before is not None:
+            yield (
+                f"the pattern {pattern!r} has no effect: every {of} that it matches is taken by a pattern before it, "
+                f"such as {before!r}, since the first that matches counts; put it before that one"
+            )
+        elif not matched:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
             hint = f"; the nearest is {near[0]!r}" if near else f", which has names such as {names[0]!r}"
-            yield f"the pattern {pattern!r} matches no parameter of the model{hint}"
+            yield f"the pattern {pattern!r} matches no {of} of the model{hint}"
 
 
-def warn_of_idle_patterns(recipes: Recipes, names: Iterable[str]) -> None:
-    """Warn of patterns that match none of a model's parameters."""
-    for sentence in idle_patterns(recipes, names):
+def warn_of_idle_patterns(recipes: Recipes, names: Iterable[str], of: str = "parameter") -> None:
+    """Warn of patterns that are of no use for a model's parameters, or for what else it has by these names."""
+    for sentence in idle_patterns(recipes, names, of):
         warnings.warn(sentence, UserWarning, stacklevel=3)
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
+from gradwire.catalogue.spec_by_name import idle_patterns
 from gradwire.codecs import CONVERTIBLE
 from gradwire.errors import GradwireError, SpecError
 
+NUMBERED = [f"parameter{number}" for number in range(1000)]  # names of parameters where the model is not known
+
 
 def check_recipes(recipes: ModelRecipes, model_is_known: bool) -> None:
-    """Raise SpecError for a recipe that a hook cannot follow, or that needs the model where it is not known."""
+    """Raise SpecError for a recipe that a hook cannot follow, or that needs the model where it is not known.
+
+    Warn of patterns of names where there are none but numbers.
+    """
+    if not model_is_known:
+        for sentence in idle_patterns(recipes.by_pattern, NUMBERED):
+            warnings.warn(
+                f"{sentence}: to have the names of parameters, give the model, State(spec, model)", stacklevel=2
+            )
     for recipe in recipes.by_pattern.values():
         name = recipe.name
         if recipe.delayed:

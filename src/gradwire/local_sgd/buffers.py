@@ -19,7 +19,7 @@ from torch import nn
 
 from gradwire import codecs
 from gradwire.catalogue.parse_recipe import recipe
-from gradwire.catalogue.spec_by_name import Recipes, recipe_of_name
+from gradwire.catalogue.spec_by_name import Recipes, recipe_of_name, warn_of_idle_patterns
 from gradwire.correct.complex_pairs import as_reals
 from gradwire.errors import FrameError, GradwireError, SpecError
 from gradwire.frame import headers
@@ -39,6 +39,7 @@ class Buffers:
         for pattern, chosen in recipes.items():
             if chosen.decay or chosen.mask:
                 raise SpecError(f"buffer:{pattern}: {chosen} needs a memory, which buffers have not: use none or bf16")
+        warn_of_idle_patterns(recipes, self._float_buffers(), "float buffer")
         recipes = {**recipes, "*": recipes.get("*", recipe("bf16"))}
         self.common = {name: b.detach().clone() for name, b in self._float_buffers().items()}
         self._recipes = {name: recipe_of_name(name, recipes) for name in self.common}
