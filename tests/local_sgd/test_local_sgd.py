@@ -255,7 +255,13 @@ def warm_up(rank: int) -> None:
 
 def buffers_are_averaged(rank: int) -> None:
     """Statistics in bf16 or exactly; constants keep every bit, even if not finite; counters are each rank's own."""
-    for spec, tolerance in (("none", 2.0**-8), ({"buffer:*": "none", "*": "none"}, 1e-6)):
+    for spec, tolerance in (
+        ("bf16", 2.0**-8),
+        ("none", 1e-6),
+        ({"*.weight": "bf16", "*": "none"}, 1e-6),
+        ({"buffer:*": "none", "*": "bf16"}, 1e-6),
+        ({"buffer:*_var": "none", "buffer:*": "bf16", "*": "none"}, 2.0**-8),
+    ):
         torch.manual_seed(0)
         model = Normed()
         start = copy.deepcopy(model.state_dict())
@@ -608,7 +614,7 @@ def test_on_three_ranks(ranks: RankPool, scenario: Scenario) -> None:
 def test_patterns_that_match_no_buffer_are_named() -> None:
     model = nn.BatchNorm1d(3)
     with pytest.warns(UserWarning, match=r"'runing_\*' matches no float buffer .* nearest is 'running_") as said:
-        Buffers(model, parse_spec({"runing_*": "none", "running_var": "none"}))
+        Buffers(model, parse_spec({"runing_*": "none", "running_var": "none"}), parse_spec("co3"))
     assert len(said) == 1
 
 

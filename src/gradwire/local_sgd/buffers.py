@@ -34,15 +34,21 @@ class Buffers:
     buffers are left alone.
     """
 
-    def __init__(self, model: nn.Module, recipes: Recipes):
+    def __init__(self, model: nn.Module, recipes: Recipes, of_parameters: Recipes):
+        """`recipes` are those that the user has chosen for buffers, by pattern.
+
+        What they do not match travels as it is where a parameter of its name would, and otherwise as bf16.
+        """
         self.model = model
         for pattern, chosen in recipes.items():
             if chosen.decay or chosen.mask:
                 raise SpecError(f"buffer:{pattern}: {chosen} needs a memory, which buffers have not: use none or bf16")
         warn_of_idle_patterns(recipes, self._float_buffers(), "float buffer")
-        recipes = {**recipes, "*": recipes.get("*", recipe("bf16"))}
         self.common = {name: b.detach().clone() for name, b in self._float_buffers().items()}
-        self._recipes = {name: recipe_of_name(name, recipes) for name in self.common}
+        others = {p: r if r.name == "none" else recipe("bf16") for p, r in of_parameters.items() if p not in recipes}
+        by_pattern = {**recipes, **others}
+        by_pattern.setdefault("*", recipe("bf16"))
+        self._recipes = {name: recipe_of_name(name, by_pattern) for name in self.common}
         self.averaged: set[str] = set()  # names of those that the last `average` changed
 
     def _float_buffers(self) -> dict[str, torch.Tensor]:

@@ -103,7 +103,7 @@ class LocalSGD:
         self._turns = Turns(len(self._parts))
         self._overlap = check_overlap(overlap, self._turns, self.sync_every, self.recipes)
         self._mix = check_mix(mix, self._overlap, self.recipes)
-        self._buffers = Buffers(model, of_buffers)
+        self._buffers = Buffers(model, of_buffers, self.recipes.by_pattern)
         self._replica = Replica(
             model, self._parameters, outer_by_name(slowest.outer if outer is None else outer), self._buffers,
             self.recipes, self.memories.errors,
