@@ -211,8 +211,8 @@ class _Saved:
         return is_like and _checksum(tensor) == checksum
 
     def _read(self, flat: dict[str, Any]) -> dict[str, Any]:
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+        from torch.distributed.checkpoint import CheckpointException
+        from torch.distributed.checkpoint import load as load_state_dict
 
         try:
             load_state_dict(flat, storage_reader=self.reader, process_group=self.group)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregate.messages import present_tensors
@@ -30,6 +29,7 @@ from gradwire.engine.parameter_watch import ParameterWatch, named_parameters
 from gradwire.engine.plain_buckets import PlainBuckets
 from gradwire.errors import GradwireError
 from gradwire.torch_internals.modules import compiled_model, hooks_of, reduces_in_python
+from gradwire.torch_internals.tensors import memory_of
 
 PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" lets no hook have buckets: set it to True before the model '
@@ -77,7 +77,7 @@ class State(Gradients):
         )
         # The memory of each bucket: DDP builds them anew after the first step. An address would not do, since the new
         # ones may get the place of the old ones; a weak reference tells them apart and keeps neither.
-        self._buffers: dict[int, tuple[StorageWeakRef, int]] = {}  # and the recipes for which its order was learned
+        self._buffers: dict[int, tuple[object, int]] = {}  # and the recipes for which its order was learned
         self._pending: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._plain_buckets: PlainBuckets | None = None
         self._pending_sparse: list[tuple[str, torch.futures.Future[torch.Tensor]]] = []
@@ -153,7 +153,7 @@ class State(Gradients):
     def _named(self, bucket: dist.GradBucket) -> list[tuple[str, torch.Tensor]]:
         """Return names and gradients of a bucket: views of real entries in the order in which they lie there."""
         names = [self.name_of(parameter) for parameter in bucket.parameters()]
-        known = StorageWeakRef(bucket.buffer().untyped_storage()), self.recipes.generation
+        known = memory_of(bucket.buffer()), self.recipes.generation
         if bucket.index() not in self._buffers or self._buffers[bucket.index()] != known:
             self._buffers[bucket.index()] = known
             for name, parameter in zip(names, bucket.parameters(), strict=True):

@@ -118,6 +118,21 @@ def test_writes_in_place_are_counted() -> None:
     assert tensors.changes_of(x) == before + 1, "Tensor._version no longer counts writes"
 
 
+def test_memory_is_told_from_other_memory() -> None:
+    x = torch.zeros(1000, dtype=torch.float32, device=CPU)
+    memory = tensors.memory_of(x)
+    assert memory == tensors.memory_of(x[3:]), "StorageWeakRef no longer equals one of the same memory"
+    del x
+    later = torch.zeros(1000, dtype=torch.float32, device=CPU)
+    assert memory != tensors.memory_of(later), "StorageWeakRef no longer keeps an address from being used again"
+
+
+def test_without_weak_references_the_error_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, torch.multiprocessing.reductions, "StorageWeakRef")
+    with pytest.raises(GradwireError, match="StorageWeakRef"):
+        tensors.memory_of(vector(1))
+
+
 @pytest.mark.parametrize("has_it", [True, False])
 def test_many_tensors_are_divided(has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_it:

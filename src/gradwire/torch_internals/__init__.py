@@ -5,7 +5,7 @@ here says what it relies on, in which versions of torch that was seen to hold, a
 
 - `process_groups`: the store, names and timeouts of process groups;
 - `autograd`: the backward pass that is under way;
-- `tensors`: writes in place, many tensors at once, containers of tensors;
+- `tensors`: their memory, writes in place, many tensors at once, containers of tensors;
 - `modules`: what is inside of wrappers, and what modules are told;
 - `fully_shard`: FSDP2;
 - `streams`: CUDA streams;

@@ -22,6 +22,21 @@ def changes_of(tensor: torch.Tensor) -> int:
         raise gone("torch.Tensor._version") from error
 
 
+def memory_of(tensor: torch.Tensor) -> object:
+    """Return what stands for the memory of a tensor: it equals that of every tensor in the same memory, and no other.
+
+    It keeps the address from being used again, but not the memory. Relies on `StorageWeakRef` of
+    `torch.multiprocessing.reductions`, by which torch shares tensors between processes, in torch 2.8 to 2.15. Without
+    it it raises a GradwireError: buckets that DDP has built anew could be taken for those before, which held other
+    gradients.
+    """
+    try:
+        from torch.multiprocessing.reductions import StorageWeakRef
+    except ImportError as error:
+        raise gone("torch.multiprocessing.reductions.StorageWeakRef") from error
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def divide_all(tensors: Sequence[torch.Tensor], divisor: float) -> None:
     """Divide tensors of one dtype and device in place: on a GPU, by one kernel.
 
