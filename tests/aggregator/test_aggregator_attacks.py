@@ -18,7 +18,15 @@ from gradwire import AggregateError, GradwireError
 from gradwire.aggregate.sums import aggregator_join
 from gradwire.aggregate.sums.aggregator_client import InNetwork, Operation
 from gradwire.aggregator.engine import Peer, Session
-from gradwire.aggregator.packet.packet_format import HEADER_BYTES, MOST_WORKERS, PACKET_BYTES, WORDS, Kind, Packet
+from gradwire.aggregator.packet.packet_format import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    MOST_WORKERS,
+    PACKET_BYTES,
+    WORDS,
+    Kind,
+    Packet,
+)
 from gradwire.aggregator.registry import Registry
 from gradwire.aggregator.userspace_engine import UserspaceEngine
 from support.aggregation import JOB, KEY, equal, in_a_child, joined, serving, some_words
@@ -74,16 +82,20 @@ def test_lost_once_more_between_operations() -> None:
 
 
 def test_no_answer_is_longer_than_what_caused_it() -> None:
-    """A stranger must not be able to make the aggregator send more, to an address of its choice, than it sends."""
+    """A stranger must not be able to make the aggregator send more, to an address of its choice, than it sends.
+
+    Nor may one who has the key, whose packets a stranger can send again.
+    """
     registry = Registry(KEY, UserspaceEngine(("127.0.0.1", 0)), clock=iter(range(10**6)).__next__)
-    past, answered = registry._last_session - 1, 0
-    for kind in Kind:
-        for length in (*range(130), 4 * WORDS):
-            packet = Packet(kind, past, worker=0, payload=bytes(length)).pack(bytes(16))
-            for reply, _ in registry.handle(packet, Peer("127.0.0.1", 5)):
-                assert len(reply) <= len(packet), f"{len(reply)} bytes for {len(packet)} of {kind.name}"
-                answered += 1
-    assert answered > 100
+    past, answered = registry._last_session - 1, set()
+    for key in (bytes(16), KEY):
+        for kind in Kind:
+            for length in (*range(130), 4 * WORDS):
+                packet = Packet(kind, past, worker=0, payload=bytes(length)).pack(key)
+                for reply, _ in registry.handle(packet, Peer("127.0.0.1", 5)):
+                    assert len(reply) <= len(packet), f"{len(reply)} bytes for {len(packet)} of {kind.name}"
+                    answered.add((kind, length))
+    assert len(answered) > 100 and (Kind.HELLO, HELLO_BYTES) in answered
 
 
 def test_packets_of_a_worker_replayed_by_a_stranger_are_no_amplifier() -> None:
