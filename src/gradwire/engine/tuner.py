@@ -23,7 +23,8 @@ class Tuner:
     """Chooses recipe and aggregation from what the steps took, on all ranks alike.
 
     `target` is the error that `auto` may make, or None where the user has chosen the recipe. The aggregation is chosen
-    only with `open_aggregate`. `under_adam` says whether the optimizer was given and is an Adam. The training's thread calls it between steps; all ranks decide in the same steps.
+    only with `open_aggregate`. `under_adam` says whether the optimizer was given and is an Adam. The training's thread
+    calls it between steps; all ranks decide in the same steps.
     """
 
     def __init__(
