@@ -10,6 +10,7 @@ namespace gradwire {
 
 constexpr int kStats = 5;  // min, max, sum of magnitudes, sum, sum of squares
 constexpr int kMaxLevels = 255, kMaxValues = 256;
+constexpr int kParts = 8, kFew = 16;  // of kernels that select by rank
 
 struct Buckets {
     const int64_t* starts;
@@ -30,10 +31,14 @@ struct LevelKernels {
     // u = g + decay * memory of entries start .. start + n, magnitudes cut off at `limit`.
     void (*load)(const Stream& s, float decay, size_t start, size_t n, float limit, float* u);
     void (*extremes)(const float* u, size_t n, float& low, float& high);
-    double (*sum_between)(const float* u, size_t n, float low, float high, size_t& count);  // of low <= u < high
-    size_t (*count_to)(const float* u, size_t n, float limit);                              // of u <= limit
-    float (*largest_to)(const float* u, size_t n, float limit);                             // of u <= limit
-    float (*smallest_above)(const float* u, size_t n, float limit);                         // of u > limit
+    // The sum of low <= u < high as `stats` adds them up, and how many they are. They are copied to `out`, which has room
+    // for n + kFew entries, unless it is null.
+    double (*take_between)(const float* u, size_t n, float low, float high, float* out, size_t& count);
+    // How many entries each of kParts parts has: (u - first) * scale, cut off to an integer from 0 on, is a part's
+    // number. An instruction set may round as it likes, so long as parts ascend with u and both kernels have the same.
+    void (*count_parts)(const float* u, size_t n, float first, float scale, uint32_t* counts);
+    size_t (*take_part)(const float* u, size_t n, float first, float scale, int part, float* out);  // `out` may be u
+    float (*of_few)(const float* u, size_t n, size_t rank);  // the entry of this rank, of up to kFew
     // The least bit pattern of a magnitude that is not zero, and the largest; returns about the sum of magnitudes.
     float (*magnitudes)(const float* u, size_t n, uint32_t& least, uint32_t& most);
     // (u - first) * scale + 1, cut off to an integer from 0 to `last`.

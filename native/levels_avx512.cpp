@@ -149,9 +149,100 @@ void spread(const uint8_t* symbols, Buckets b, const float* values, int levels, 
     }
 }
 
+// ── selection by rank ──
+
+template <class Row>  // row(valid, i): sixteen entries from i on
+GRADWIRE_INLINE void in_rows(size_t n, const Row& row) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) row(__mmask16(0xffff), i);
+    if (i < n) row(__mmask16((1u << (n - i)) - 1), i);
+}
+
+GRADWIRE_INLINE size_t append(__m512 v, __mmask16 inside, float* out) {
+    _mm512_storeu_ps(out, _mm512_maskz_compress_ps(inside, v));
+    return size_t(__builtin_popcount(inside));
+}
+
+double take_between(const float* u, size_t n, float low, float high, float* out, size_t& count) {
+    const __m512 least = _mm512_set1_ps(low), most = _mm512_set1_ps(high);
+    __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+    size_t found = 0;
+    in_rows(n, [&](__mmask16 valid, size_t i) __attribute__((always_inline)) {
+        __m512 v = _mm512_maskz_loadu_ps(valid, u + i);
+        const __mmask16 inside = _mm512_mask_cmp_ps_mask(_mm512_mask_cmp_ps_mask(valid, v, least, _CMP_GE_OQ), v, most,
+                                                         _CMP_LT_OQ);
+        const size_t more = out ? append(v, inside, out + found) : size_t(__builtin_popcount(inside));
+        found += more;
+        v = _mm512_maskz_mov_ps(inside, v);
+        sums[0] = _mm512_add_pd(sums[0], _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
+        sums[1] = _mm512_add_pd(sums[1], _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+    });
+    count = found;
+    double total = 0;
+    for (int l = 0; l < kLanes; l++) total += sums[l / 8][l % 8];
+    return total;
+}
+
+// Numbers of parts as in parts_of.
+struct Parts {
+    __m512 first, scale;
+
+    GRADWIRE_INLINE __m512i of(__m512 v) const {
+        const __m512 place = _mm512_mul_ps(_mm512_sub_ps(v, first), scale);
+        const __m512 least = _mm512_setzero_ps(), most = _mm512_set1_ps(float(kParts - 1));
+        return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_max_ps(place, least), most));
+    }
+};
+
+// The sums of the four bytes at the same place in all lanes.
+GRADWIRE_INLINE __m128i add_lanes(__m512i bytes) {
+    const __m512i together = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_shuffle_epi8(bytes, together),
+                                             _mm512_set1_epi8(1));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+// A lane has a counter for each part: at first of four bits, then a byte.
+void count_parts(const float* u, size_t n, float first, float scale, uint32_t* counts) {
+    constexpr size_t kNibbles = 16 * 15, kBytes = 17 * kNibbles;  // so many entries they count
+    const Parts parts{_mm512_set1_ps(first), _mm512_set1_ps(scale)};
+    const __m512i one = _mm512_set1_epi32(1), low = _mm512_set1_epi8(15);
+    __m128i even = _mm_setzero_si128(), odd = even;  // parts 0, 2, 4, 6 and parts 1, 3, 5, 7
+    for (size_t block = 0; block < n; block += kBytes) {
+        __m512i evens = _mm512_setzero_si512(), odds = evens;
+        for (size_t start = block; start < at_most(block + kBytes, n); start += kNibbles) {
+            __m512i found = _mm512_setzero_si512();
+            in_rows(at_most(kNibbles, n - start), [&](__mmask16 valid, size_t i) __attribute__((always_inline)) {
+                const __m512i part = parts.of(_mm512_maskz_loadu_ps(valid, u + start + i));
+                const __m512i more = _mm512_maskz_sllv_epi32(valid, one, _mm512_slli_epi32(part, 2));
+                found = _mm512_add_epi32(found, more);
+            });
+            evens = _mm512_add_epi8(evens, _mm512_and_si512(found, low));
+            odds = _mm512_add_epi8(odds, _mm512_and_si512(_mm512_srli_epi32(found, 4), low));
+        }
+        even = _mm_add_epi32(even, add_lanes(evens));
+        odd = _mm_add_epi32(odd, add_lanes(odds));
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(counts), _mm_unpacklo_epi32(even, odd));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(counts + 4), _mm_unpackhi_epi32(even, odd));
+}
+
+size_t take_part(const float* u, size_t n, float first, float scale, int part, float* out) {
+    const Parts parts{_mm512_set1_ps(first), _mm512_set1_ps(scale)};
+    const __m512i wanted = _mm512_set1_epi32(part);
+    size_t count = 0;
+    in_rows(n, [&](__mmask16 valid, size_t i) __attribute__((always_inline)) {
+        const __m512 v = _mm512_maskz_loadu_ps(valid, u + i);
+        count += append(v, _mm512_mask_cmpeq_epi32_mask(valid, parts.of(v), wanted), out + count);
+    });
+    return count;
+}
+
 }  // namespace
 
-const LevelKernels avx512_levels = GRADWIRE_LEVEL_KERNELS(assign, spread);
+const LevelKernels avx512_levels = GRADWIRE_LEVEL_KERNELS(assign, spread, take_between, count_parts, take_part);
 
 }  // namespace gradwire
 #endif

@@ -16,18 +16,41 @@ namespace gradwire {
 namespace {
 
 constexpr int kBlock = 512, kLanes = 16, kChain = 33;
+#if defined(__AVX512F__)
+constexpr int kWide = 16;
+#elif defined(__AVX2__)
+constexpr int kWide = 8;
+#else
+constexpr int kWide = 4;
+#endif
 constexpr float kInfinity = __builtin_inff();
 constexpr float kNever = __builtin_nanf("");  // a threshold that nothing reaches, not even an infinity
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only ever passed to functions that are inlined
-typedef float FloatLanes __attribute__((vector_size(4 * kLanes)));
-typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
-typedef double DoubleLanes __attribute__((vector_size(8 * kLanes)));
+typedef float FloatLanes __attribute__((vector_size(4 * kWide)));
+typedef int32_t IntLanes __attribute__((vector_size(4 * kWide)));
+typedef uint32_t UintLanes __attribute__((vector_size(4 * kWide)));
+typedef float HalfLanes __attribute__((vector_size(2 * kWide)));
+typedef double DoubleLanes __attribute__((vector_size(4 * kWide)));  // of half as many lanes
 
 GRADWIRE_INLINE FloatLanes lanes_at(const float* p) {
     FloatLanes v;
     std::memcpy(&v, p, sizeof v);
     return v;
+}
+
+// Entries i, i + 1, … of n, and behind the last one `rest`.
+GRADWIRE_INLINE FloatLanes lanes_at(const float* u, size_t i, size_t n, float rest) {
+    if (i + kWide <= n) return lanes_at(u + i);
+    FloatLanes v = FloatLanes{} + rest;
+    if (i < n) std::memcpy(&v, u + i, (n - i) * sizeof(float));
+    return v;
+}
+
+GRADWIRE_INLINE IntLanes lane_numbers() {
+    IntLanes lane = {};
+    for (int l = 0; l < kWide; l++) lane[l] = l;
+    return lane;
 }
 
 inline size_t at_most(size_t a, size_t b) { return a < b ? a : b; }
@@ -94,90 +117,123 @@ inline void stats_loop(const Stream& s, float decay, Buckets b, double* out) {
 
 inline void extremes_loop(const float* u, size_t n, float& low, float& high) {
     FloatLanes least = FloatLanes{} + u[0], most = least;
-    size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        const FloatLanes v = lanes_at(u + i);
+    for (size_t i = 0; i < n; i += kWide) {
+        const FloatLanes v = lanes_at(u, i, n, u[0]);
         least = v < least ? v : least;
         most = v > most ? v : most;
     }
     low = high = u[0];
-    for (int l = 0; l < kLanes; l++) {
+    for (int l = 0; l < kWide; l++) {
         low = least[l] < low ? least[l] : low;
         high = most[l] > high ? most[l] : high;
     }
-    for (; i < n; i++) {
-        low = u[i] < low ? u[i] : low;
-        high = u[i] > high ? u[i] : high;
-    }
 }
 
-inline double sum_between_loop(const float* u, size_t n, float low, float high, size_t& count) {
-    DoubleLanes sums = {};
-    IntLanes counts = {};
-    for (size_t i = 0; i < n; i += kLanes) {
-        FloatLanes v = FloatLanes{} + kInfinity;  // never inside
-        if (i + kLanes <= n)
-            v = lanes_at(u + i);
-        else
-            std::memcpy(&v, u + i, (n - i) * sizeof(float));
-        const IntLanes inside = (v >= low) & (v < high);
-        sums += __builtin_convertvector((FloatLanes)((IntLanes)v & inside), DoubleLanes);
-        counts -= inside;
+// ── selection by rank ────────────────────────────────────────────────────────────────────────────
+
+// Lanes of v to the end of a list, if `inside` is -1 there: `out` has room for all. Returns how many.
+struct AppendOneByOne {
+    GRADWIRE_INLINE static size_t append(FloatLanes v, IntLanes inside, float* out) {
+        size_t count = 0;
+        for (int l = 0; l < kWide; l++) {
+            out[count] = v[l];
+            count += size_t(inside[l] & 1);
+        }
+        return count;
     }
+};
+
+template <class Append>
+double take_between_loop(const float* u, size_t n, float low, float high, float* out, size_t& count) {
+    DoubleLanes sums[2 * kLanes / kWide] = {};
+    IntLanes counts = {};
+    size_t taken = 0;
+    for (size_t i = 0; i < n; i += kLanes)
+        for (int j = 0; j < kLanes / kWide; j++) {
+            const FloatLanes v = lanes_at(u, i + size_t(j * kWide), n, kInfinity);  // which is never inside
+            const IntLanes inside = (v >= low) & (v < high);
+            const IntLanes kept = (IntLanes)v & inside;
+            HalfLanes halves[2];
+            std::memcpy(halves, &kept, sizeof halves);
+            for (int h = 0; h < 2; h++) sums[2 * j + h] += __builtin_convertvector(halves[h], DoubleLanes);
+            counts -= inside;
+            if (out) taken += Append::append(v, inside, out + taken);
+        }
     double total = 0;
     count = 0;
-    for (int l = 0; l < kLanes; l++) {
-        total += sums[l];
-        count += size_t(counts[l]);
-    }
+    for (int l = 0; l < kLanes; l++) total += sums[2 * l / kWide][l % (kWide / 2)];
+    for (int l = 0; l < kWide; l++) count += size_t(counts[l]);
     return total;
 }
 
-inline size_t count_to_loop(const float* u, size_t n, float limit) {
-    int32_t count = 0;
-    for (size_t i = 0; i < n; i++) count += u[i] <= limit;
-    return size_t(count);
+// (A NaN, of zero times infinity where all numbers are tiny, is the first's own.)
+GRADWIRE_INLINE IntLanes parts_of(FloatLanes v, float first, float scale) {
+    const FloatLanes least = {}, most = FloatLanes{} + float(kParts - 1);
+    FloatLanes place = (v - first) * scale;
+    place = place > least ? place : least;
+    place = place < most ? place : most;
+    return __builtin_convertvector(place, IntLanes);
 }
 
-inline float largest_to_loop(const float* u, size_t n, float limit) {
-    const FloatLanes none = FloatLanes{} - kInfinity;
-    FloatLanes most = none;
-    size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        const FloatLanes v = lanes_at(u + i), w = v <= limit ? v : none;
-        most = w > most ? w : most;
+// A lane has a counter of four bits for each part.
+inline void count_parts_loop(const float* u, size_t n, float first, float scale, uint32_t* counts) {
+    constexpr size_t kMost = 15 * kWide;
+    const UintLanes one = UintLanes{} + 1;
+    UintLanes totals[kParts] = {};
+    for (size_t start = 0; start < n; start += kMost) {
+        const size_t end = at_most(start + kMost, n);
+        UintLanes found = {};
+        for (size_t i = start; i < end; i += kWide)
+            found += one << (UintLanes)(4 * parts_of(lanes_at(u, i, n, u[0]), first, scale));
+        for (int k = 0; k < kParts; k++) totals[k] += found >> uint32_t(4 * k) & 15u;
     }
-    float largest = -kInfinity;
-    for (int l = 0; l < kLanes; l++) largest = most[l] > largest ? most[l] : largest;
-    for (; i < n; i++) largest = u[i] <= limit && u[i] > largest ? u[i] : largest;
-    return largest;
+    for (int k = 0; k < kParts; k++) {
+        counts[k] = 0;
+        for (int l = 0; l < kWide; l++) counts[k] += totals[k][l];
+    }
+    // Lanes behind the last entry held the first.
+    counts[parts_of(FloatLanes{} + u[0], first, scale)[0]] -= uint32_t((kWide - n % kWide) % kWide);
 }
 
-inline float smallest_above_loop(const float* u, size_t n, float limit) {
+template <class Append>
+size_t take_part_loop(const float* u, size_t n, float first, float scale, int part, float* out) {
+    const IntLanes wanted = IntLanes{} + part, lane = lane_numbers();
+    size_t taken = 0;
+    for (size_t i = 0; i < n; i += kWide) {
+        const FloatLanes v = lanes_at(u, i, n, 0);
+        IntLanes inside = parts_of(v, first, scale) == wanted;
+        if (i + kWide > n) inside &= lane < int32_t(n - i);
+        taken += Append::append(v, inside, out + taken);
+    }
+    return taken;
+}
+
+inline float of_few_loop(const float* u, size_t n, size_t rank) {
+    float entries[kFew];
+    for (size_t i = 0; i < size_t(kFew); i++) entries[i] = i < n ? u[i] : kInfinity;
     const FloatLanes none = FloatLanes{} + kInfinity;
-    FloatLanes least = none;
-    size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        const FloatLanes v = lanes_at(u + i), w = v > limit ? v : none;
-        least = w < least ? w : least;
+    FloatLanes found = none;
+    for (int first = 0; first < kFew; first += kWide) {
+        const FloatLanes v = lanes_at(entries + first);
+        IntLanes up_to = {};  // how many are not above each
+        for (int i = 0; i < kFew; i++) up_to -= v >= entries[i];
+        const FloatLanes beyond = up_to > int32_t(rank) ? v : none;
+        found = beyond < found ? beyond : found;
     }
-    float smallest = kInfinity;
-    for (int l = 0; l < kLanes; l++) smallest = least[l] < smallest ? least[l] : smallest;
-    for (; i < n; i++) smallest = u[i] > limit && u[i] < smallest ? u[i] : smallest;
-    return smallest;
+    float least = kInfinity;
+    for (int l = 0; l < kWide; l++) least = found[l] < least ? found[l] : least;
+    return least;
 }
+
+// ── BinGrad and the exact search ─────────────────────────────────────────────────────────────────
 
 inline float magnitudes_loop(const float* u, size_t n, uint32_t& least, uint32_t& most) {
     const int32_t infinity = 0x7f800000;
-    IntLanes low = IntLanes{} + infinity, high = {};
+    const IntLanes none = IntLanes{} + infinity;
+    IntLanes low = none, high = {};
     FloatLanes sums = {};
-    for (size_t i = 0; i < n; i += kLanes) {
-        FloatLanes v = {};
-        if (i + kLanes <= n)
-            v = lanes_at(u + i);
-        else
-            std::memcpy(&v, u + i, (n - i) * sizeof(float));
-        const IntLanes magnitude = (IntLanes)v & 0x7fffffff, nonzero = magnitude ? magnitude : infinity;
+    for (size_t i = 0; i < n; i += kWide) {
+        const IntLanes magnitude = (IntLanes)lanes_at(u, i, n, 0) & 0x7fffffff, nonzero = magnitude ? magnitude : none;
         low = nonzero < low ? nonzero : low;
         high = magnitude > high ? magnitude : high;
         sums += (FloatLanes)magnitude;
@@ -185,7 +241,7 @@ inline float magnitudes_loop(const float* u, size_t n, uint32_t& least, uint32_t
     least = uint32_t(infinity);
     most = 0;
     float sum = 0;
-    for (int l = 0; l < kLanes; l++) {
+    for (int l = 0; l < kWide; l++) {
         least = uint32_t(low[l]) < least ? uint32_t(low[l]) : least;
         most = uint32_t(high[l]) > most ? uint32_t(high[l]) : most;
         sum += sums[l];
@@ -362,10 +418,9 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
     }
 }
 
-#define GRADWIRE_LEVEL_KERNELS(assign, spread)                                                                         \
-    {stats_loop,          assign,           spread,           load_loop,                                               \
-     extremes_loop,       sum_between_loop, count_to_loop,    largest_to_loop,                                         \
-     smallest_above_loop, magnitudes_loop,  bin_numbers_loop, cheapest_loop}
+#define GRADWIRE_LEVEL_KERNELS(assign, spread, take_between, count_parts, take_part)                                   \
+    {stats_loop,  assign,    spread,      load_loop,       extremes_loop,    take_between,                             \
+     count_parts, take_part, of_few_loop, magnitudes_loop, bin_numbers_loop, cheapest_loop}
 
 }  // namespace
 }  // namespace gradwire

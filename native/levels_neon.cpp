@@ -94,7 +94,8 @@ void spread(const uint8_t* symbols, Buckets b, const float* values, int levels, 
 
 }  // namespace
 
-const LevelKernels neon_levels = GRADWIRE_LEVEL_KERNELS(assign, spread);
+const LevelKernels neon_levels = GRADWIRE_LEVEL_KERNELS(assign, spread, take_between_loop<AppendOneByOne>,
+                                                        count_parts_loop, take_part_loop<AppendOneByOne>);
 
 }  // namespace gradwire
 #endif

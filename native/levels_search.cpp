@@ -3,10 +3,7 @@
 // Traps:
 // - Results must equal the reference to the last bit: prefix sums add one entry after the other in fp64, and every
 //   expression has the reference's order of operations.
-// - The entry of a rank is found by counting how many of the bucket are below a guess, by interpolation and, where
-//   that is slow, by bisection over the integers whose order is that of the floats. Comparing 2048 entries in the
-//   first-level cache takes some hundred vector instructions, so ten such passes are a small part of sorting.
-// - Where entries are sorted, it is as such integers, byte by byte: exact.
+// - Where entries are sorted, it is as integers of the same order, byte by byte: exact.
 // - BinGrad-b needs few of a bucket's entries in order, as long as its sums are exact, whatever their order: where the
 //   exponents of its entries are near enough for fp64. It sorts the rest as the reference does.
 #include <algorithm>
@@ -14,10 +11,12 @@
 #include <vector>
 
 #include "levels_loops.h"
+#include "levels_select.h"
 
 namespace gradwire {
 
-const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS(assign_loop, spread_loop);
+const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS(assign_loop, spread_loop, take_between_loop<AppendOneByOne>,
+                                                            count_parts_loop, take_part_loop<AppendOneByOne>);
 
 const LevelKernels& level_kernels() { return GRADWIRE_IN_USE(levels); }
 
@@ -26,7 +25,7 @@ namespace {
 // One bucket, and room for what is computed of it.
 struct Bucket {
     size_t n = 0;
-    std::vector<float> u;
+    std::vector<float> u, inside;
     std::vector<uint32_t> keys, other, choices;
     std::vector<double> x, sums, squares, least, best, found;
     std::vector<uint8_t> bins;
@@ -34,6 +33,7 @@ struct Bucket {
     void resize(size_t size) {
         n = size;
         u.resize(n);
+        inside.resize(n + kFew);
         keys.resize(n);
         other.resize(n);
         x.resize(n);
@@ -80,46 +80,17 @@ void add_up(Bucket& t) {
     }
 }
 
-// The entry of this rank among the n of [low, high).
-float select(const LevelKernels& kernels, const Bucket& t, float low, float high, size_t n, size_t rank) {
-    const float* u = t.u.data();
-    // `few` entries are up to `below`, less than wanted; `many` are up to `at`, as many as wanted or more.
-    uint32_t below = ordered(low == 0 ? -0.0f : low) - 1, at = ordered(high);
-    size_t few = kernels.count_to(u, t.n, unordered(below)), many = few + n;
-    const size_t wanted = few + rank + 1;
-    bool interpolate = true;
-    while (at - below > 1) {
-        uint32_t middle = below + (at - below) / 2;
-        if (interpolate) {
-            const double start = unordered(below), part = (double(wanted - few) - 0.5) / double(many - few);
-            const uint32_t guess = ordered(float(start + part * (unordered(at) - start)));
-            middle = std::min(std::max(guess, below + 1), at - 1);
-        }
-        const float value = unordered(middle);
-        const size_t count = kernels.count_to(u, t.n, value);
-        if (count == wanted) return kernels.largest_to(u, t.n, value);
-        if (count + 1 == wanted) return kernels.smallest_above(u, t.n, value);
-        const size_t width = many - few;
-        if (count < wanted)
-            below = middle, few = count;
-        else
-            at = middle, many = count;
-        interpolate = !interpolate || many - few < width / 4;  // else halving the integers gets further
-    }
-    return unordered(at);
-}
-
 // The best level between two others.
-float best_between(const LevelKernels& kernels, const Bucket& t, float low, float high) {
+float best_between(const LevelKernels& kernels, Bucket& t, float low, float high) {
     size_t n;
-    const double total = kernels.sum_between(t.u.data(), t.n, low, high, n);
+    const double total = kernels.take_between(t.u.data(), t.n, low, high, t.inside.data(), n);
     if (!n) return low;
     const double below = double(n) - (total - double(n) * low) / (double(high) - low);
-    const double rank = std::min(std::max(std::ceil(below) - 1, 0.0), double(n - 1));
-    return select(kernels, t, low, high, n, size_t(rank));
+    const double rank = std::min(std::max(0.0, std::ceil(below) - 1), double(n - 1));
+    return select(kernels, t.inside.data(), n, low, high, size_t(rank));
 }
 
-void orq_greedy(const LevelKernels& kernels, const Bucket& t, int levels, bool polished, float* out) {
+void orq_greedy(const LevelKernels& kernels, Bucket& t, int levels, bool polished, float* out) {
     kernels.extremes(t.u.data(), t.n, out[0], out[levels - 1]);
     for (int span = levels - 1; span > 1; span /= 2)
         for (int left = 0; left < levels - 1; left += span)
@@ -222,7 +193,7 @@ bool split_by_bins(const LevelKernels& kernels, Bucket& t, float low, float high
     const size_t n = t.n;
     const float* u = t.u.data();
     size_t count;
-    best.total = kernels.sum_between(u, n, -kInfinity, kInfinity, count);
+    best.total = kernels.take_between(u, n, -kInfinity, kInfinity, nullptr, count);
     // Bins of the same width around the mean, and at each end one for all that is further away.
     const double center = best.total / double(n), reach = kReach * (magnitude + std::fabs(center));
     const float first = float(std::max(double(low), center - reach)),

@@ -117,8 +117,9 @@ def test_native_search_equals_the_reference(method: str, levels: int, data: st.D
 
 @pytest.mark.skipif(native is None, reason="no native module")
 @pytest.mark.parametrize("kind", ["normal", "heavy", "offset", "even", "sparse", "equal", "large", "tiny", "far apart"])
-def test_two_levels_of_large_buckets(kind: str) -> None:
-    """Bins are sorted only where a split could gain most; where sums are not exact, everything is."""
+def test_search_in_large_buckets(kind: str) -> None:
+    """ORQ selects among parts of a range, and gives up where that leaves too many. BinGrad-b sorts only bins in which a
+    split could gain most; where sums are not exact, everything."""
     rng = np.random.default_rng(len(kind))
     for count in (64, 513, 3000):
         x = rng.standard_normal(count)
@@ -128,11 +129,13 @@ def test_two_levels_of_large_buckets(kind: str) -> None:
             "tiny": x * 1e-40, "far apart": np.sign(x) * 10.0 ** rng.uniform(-30, 30, count),
         }[kind]  # fmt: skip
         u = torch.from_numpy(x.astype(np.float32))
-        starts = np.append(np.arange(0, count, 512), count)
-        expected = reference.search_levels(u, None, 0.0, starts, None, 2, "two")
-        for name in BACKENDS[1:]:
-            native.use(name)
-            assert native.search_levels(u, None, 0.0, starts, None, 2, "two").tobytes() == expected.tobytes(), name
+        for method, levels, bucket in (("greedy", 5, 2048), ("polished", 9, 512), ("two", 2, 512)):
+            starts = np.append(np.arange(0, count, bucket), count)
+            expected = reference.search_levels(u, None, 0.0, starts, None, levels, method)
+            for name in BACKENDS[1:]:
+                native.use(name)
+                found = native.search_levels(u, None, 0.0, starts, None, levels, method)
+                assert found.tobytes() == expected.tobytes(), (method, name)
 
 
 @for_each("spec", SPECS)

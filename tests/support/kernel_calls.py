@@ -218,6 +218,8 @@ def call_levels(rng: Rng) -> None:
     values = torch.from_numpy(np.sort(rng.standard_normal((len(starts) - 1, levels)).astype(np.float32)))
     seed = None if rng.random() < 0.6 else int(rng.integers(2**63))
     native.bucket_stats(tensor, None, 1.0, starts)
+    for method, most in (("greedy", 5), ("two", 2), ("pair", 2)):
+        native.search_levels(tensor, None, 1.0, starts, None, most, method)
     if rng.random() < 0.2:
         tensor[rng.integers(count)] = rng.choice(BAD[1:])
     memory, memory_out = memories(rng, tensor, 1.0)
