@@ -23,6 +23,14 @@ struct Costs {
     double* found;
 };
 
+// A place where sorted entries are split: how many are on the left, and their sum.
+struct SplitPlace {
+    size_t count;
+    double left;
+};
+
+constexpr size_t kSplitLeast = 64, kSplitMost = 512;  // entries of a bucket that is sorted in registers
+
 struct LevelKernels {
     void (*stats)(const Stream& s, float decay, Buckets b, double* out);
     void (*assign)(const Stream& s, float decay, Buckets b, const float* values, int levels, bool stochastic,
@@ -43,13 +51,21 @@ struct LevelKernels {
     float (*magnitudes)(const float* u, size_t n, uint32_t& least, uint32_t& most);
     // (u - first) * scale + 1, cut off to an integer from 0 to `last`.
     void (*bin_numbers)(const float* u, size_t n, float first, float scale, int last, uint8_t* bins);
+    // BinGrad-b's splits of a bucket of kSplitLeast to kSplitMost entries: all that might gain most, and the sum of its
+    // entries. Sums are made in any order if they are `exact`. `inverses` has 1 / c for each split, in the order of
+    // `split_at`, and then 1 / (n - c). Null, if an instruction set has not got this.
+    size_t (*splits)(const float* u, size_t n, bool exact, const double* inverses, double& total, SplitPlace* found);
     // The first i from `first` to `end` with the smallest least[i] + cost(i, j), and that sum.
     size_t (*cheapest)(const Costs& c, size_t j, size_t first, size_t end, double& value);
 };
 
+// The place of the split after c entries among those of `splits`.
+inline size_t split_at(size_t c) { return (c - 1) % 32 * 16 + (c - 1) / 32; }
+
 extern const LevelKernels portable_levels;
 #ifdef GRADWIRE_X86
 extern const LevelKernels avx2_levels, avx512_levels;
+size_t splits_avx512(const float* u, size_t n, bool exact, const double* inverses, double& total, SplitPlace* found);
 #endif
 #ifdef GRADWIRE_NEON
 extern const LevelKernels neon_levels;

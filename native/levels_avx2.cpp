@@ -20,7 +20,7 @@ struct AppendLanes {
 }  // namespace
 
 const LevelKernels avx2_levels = GRADWIRE_LEVEL_KERNELS(assign_loop, spread_loop, take_between_loop<AppendLanes>,
-                                                        count_parts_loop, take_part_loop<AppendLanes>);
+                                                        count_parts_loop, take_part_loop<AppendLanes>, nullptr);
 
 }  // namespace gradwire
 #endif

@@ -242,7 +242,8 @@ size_t take_part(const float* u, size_t n, float first, float scale, int part, f
 
 }  // namespace
 
-const LevelKernels avx512_levels = GRADWIRE_LEVEL_KERNELS(assign, spread, take_between, count_parts, take_part);
+const LevelKernels avx512_levels = GRADWIRE_LEVEL_KERNELS(assign, spread, take_between, count_parts, take_part,
+                                                          splits_avx512);
 
 }  // namespace gradwire
 #endif

@@ -418,9 +418,9 @@ inline void count_symbols(const uint8_t* symbols, int n, int levels, int64_t* co
     }
 }
 
-#define GRADWIRE_LEVEL_KERNELS(assign, spread, take_between, count_parts, take_part)                                   \
-    {stats_loop,  assign,    spread,      load_loop,       extremes_loop,    take_between,                             \
-     count_parts, take_part, of_few_loop, magnitudes_loop, bin_numbers_loop, cheapest_loop}
+#define GRADWIRE_LEVEL_KERNELS(assign, spread, take_between, count_parts, take_part, splits)                           \
+    {stats_loop, assign,      spread,          load_loop,        extremes_loop, take_between, count_parts,             \
+     take_part,  of_few_loop, magnitudes_loop, bin_numbers_loop, splits,        cheapest_loop}
 
 }  // namespace
 }  // namespace gradwire

@@ -95,7 +95,7 @@ void spread(const uint8_t* symbols, Buckets b, const float* values, int levels, 
 }  // namespace
 
 const LevelKernels neon_levels = GRADWIRE_LEVEL_KERNELS(assign, spread, take_between_loop<AppendOneByOne>,
-                                                        count_parts_loop, take_part_loop<AppendOneByOne>);
+                                                        count_parts_loop, take_part_loop<AppendOneByOne>, nullptr);
 
 }  // namespace gradwire
 #endif

@@ -5,7 +5,8 @@
 //   expression has the reference's order of operations.
 // - Where entries are sorted, it is as integers of the same order, byte by byte: exact.
 // - BinGrad-b needs few of a bucket's entries in order, as long as its sums are exact, whatever their order: where the
-//   exponents of its entries are near enough for fp64. It sorts the rest as the reference does.
+//   exponents of its entries are near enough for fp64. It sorts the rest as the reference does. Where a kernel sorts all
+//   entries of small buckets in registers, that is faster than to find out which are needed.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -16,7 +17,7 @@
 namespace gradwire {
 
 const LevelKernels portable_levels = GRADWIRE_LEVEL_KERNELS(assign_loop, spread_loop, take_between_loop<AppendOneByOne>,
-                                                            count_parts_loop, take_part_loop<AppendOneByOne>);
+                                                            count_parts_loop, take_part_loop<AppendOneByOne>, nullptr);
 
 const LevelKernels& level_kernels() { return GRADWIRE_IN_USE(levels); }
 
@@ -29,6 +30,9 @@ struct Bucket {
     std::vector<uint32_t> keys, other, choices;
     std::vector<double> x, sums, squares, least, best, found;
     std::vector<uint8_t> bins;
+    std::vector<double> inverses;  // for the splits of `split_entries` entries
+    std::vector<SplitPlace> places;
+    size_t split_entries = 0;
 
     void resize(size_t size) {
         n = size;
@@ -247,6 +251,22 @@ bool split_by_bins(const LevelKernels& kernels, Bucket& t, float low, float high
     return true;
 }
 
+// The best split, by a kernel that sorts in registers.
+void split_in_registers(const LevelKernels& kernels, Bucket& t, bool exact, Split& best) {
+    const size_t n = t.n;
+    if (t.split_entries != n) {
+        t.split_entries = n;
+        t.places.resize(kSplitMost);
+        t.inverses.assign(2 * kSplitMost, 0.0);
+        for (size_t c = 1; c < n; c++) {
+            t.inverses[split_at(c)] = 1 / double(c);
+            t.inverses[kSplitMost + split_at(c)] = 1 / double(n - c);
+        }
+    }
+    const size_t count = kernels.splits(t.u.data(), n, exact, t.inverses.data(), best.total, t.places.data());
+    for (size_t i = 0; i < count; i++) best.consider(t.places[i].count, t.places[i].left, n);
+}
+
 void bingrad_two(const LevelKernels& kernels, Bucket& t, float* out) {
     const size_t n = t.n;
     float low, high;
@@ -256,7 +276,10 @@ void bingrad_two(const LevelKernels& kernels, Bucket& t, float* out) {
     uint32_t least, most;
     const double magnitude = double(kernels.magnitudes(t.u.data(), n, least, most)) / double(n);
     Split best;
-    if (!sums_are_exact(least, most, n) || !split_by_bins(kernels, t, low, high, magnitude, best)) {
+    const bool exact = sums_are_exact(least, most, n);
+    if (kernels.splits && n >= kSplitLeast && n <= kSplitMost) {
+        split_in_registers(kernels, t, exact, best);
+    } else if (!exact || !split_by_bins(kernels, t, low, high, magnitude, best)) {
         sort(t);
         add_up(t);
         best.total = t.sums[n];
