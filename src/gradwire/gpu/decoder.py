@@ -122,7 +122,6 @@ class DecodeLayout:
         self.workspace, self.device, self.ranks = workspace, workspace.device, len(present)
         self._version = -1
         self._kept = [frame.converter for frame in frames]  # so that no other converter gets its id
-        partial = not all(map(all, present))
         sizes = [t.numel() for frame in frames for t in frame.tensors]
         self.targets = np.zeros(len(sizes), TARGET)
         self.targets["count"] = sizes
@@ -158,7 +157,6 @@ class DecodeLayout:
         for frame, family in zip(frames, families, strict=True):
             for tensor in frame.tensors:
                 self.targets[target]["dtype"] = DTYPES[tensor.dtype]
-                self.targets[target]["rounds"] = len(frame.tensors) > 1 and not partial
                 self._of_family.setdefault(family, []).append(target)
                 target += 1
         self.sources = sources

@@ -56,7 +56,7 @@ ARRIVAL = _structure(
     broken="u4", levels=("f4", SYMBOLS),
 )  # fmt: skip
 SOURCE = _structure(arrival="i4", segment="i4", first="i8")
-TARGET = _structure(out="u8", count="i8", sources="u8", dtype="i4", rounds="i4", first_tile="i8")
+TARGET = _structure(out="u8", count="i8", sources="u8", dtype="i4", first_tile="i8")
 DECODE_JOB = _structure(
     messages="u8", arrivals="u8", targets="u8", status="u8", formats="u8", message_count="i4", arrival_count="i4",
     target_count="i4", weight="f4", adds="i4", spare="i4",

@@ -44,7 +44,6 @@ struct Target {  // a tensor, or a part of one, that the mean is written to
     i64 count;
     const Source* sources;  // one for each rank
     int dtype;
-    int rounds;  // whether each product with the weight is rounded to the dtype
     i64 first_tile;
 };
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
     int tid = threadIdx.x, message_count = job->message_count;
     float weight = job->weight, sum[16];
     int count = entries_of(target, tile);
-    bool any = job->adds, rounds = target.rounds;
+    bool any = job->adds;
     sums_before<DTYPE>(target, tile, count, any, sum);
     for (int first = 0; first < message_count; first += kAtOnce) {
         int many = message_count - first < kAtOnce ? message_count - first : kAtOnce;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void combine_tile(DecodeJob* job, const Target& targe
             if (!from.symbols) continue;
             float value = received(__fmul_rn(from.levels[tid], from.step), from.dtype);
             if (weight != 1.0f) value = __fmul_rn(value, weight);
-            values[k * kSymbols + tid] = rounds ? rounded_to<DTYPE>(value) : value;
+            values[k * kSymbols + tid] = value;
         }
         if (APART) place_apart<DTYPE>(ranks[0], item, weight, apart);
         __syncthreads();
