@@ -67,6 +67,17 @@ def test_moments_of_every_adam_are_found(kind: type[torch.optim.Optimizer]) -> N
     assert checksum(units) == checksum({name: unit.clone() for name, unit in units.items()})
 
 
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (7, 5)])
+def test_moments_may_lie_in_any_order(shape: tuple[int, ...]) -> None:
+    """Parameters in channels_last, and transposed ones, have moments that lie as they do."""
+    torch.manual_seed(0)
+    moment = torch.exp(3 * torch.randn(shape))
+    order = moment.to(memory_format=torch.channels_last) if len(shape) == 4 else moment.t().contiguous().t()
+    assert not order.is_contiguous()
+    units = units_of(order, 1.0, 1e-8)
+    assert units.is_contiguous() and torch.equal(units, units_of(moment, 1.0, 1e-8))
+
+
 def test_other_optimizers_are_refused() -> None:
     with pytest.raises(SpecError, match="SGD keeps none that it knows: use structured or co3"):
         check_adam(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))

@@ -56,7 +56,7 @@ def measure_units(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[s
 def units_of(moment: torch.Tensor, correction: float, epsilon: float) -> torch.Tensor:
     """Return the exponents of two next to 1 / (√v / correction + ε), relative to their median."""
     _, exponents = torch.frexp(moment.detach().float().sqrt().div_(correction).add_(epsilon))
-    exponents = exponents.view(-1).neg_()
+    exponents = exponents.reshape(-1).neg_()  # in the order of the dimensions, whatever the memory format
     middle = exponents.median()  # an entry of the tensor: exact on every device
     return (exponents - middle).clamp_(-RANGE, RANGE).to(torch.int8).view(moment.shape)
 
