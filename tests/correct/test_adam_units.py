@@ -55,7 +55,7 @@ def test_moments_of_every_adam_are_found(kind: type[torch.optim.Optimizer]) -> N
     parameters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
     named = [("a", parameters[0]), ("b", parameters[1]), ("other", torch.nn.Parameter(torch.randn(2)))]
     optimizer = kind([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.1}])
-    check_adam(optimizer)
+    check_adam(optimizer, named)
     assert measure_units(optimizer, named) == {}
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 10.0 ** torch.arange(parameter.shape[-1])
@@ -79,5 +79,8 @@ def test_moments_may_lie_in_any_order(shape: tuple[int, ...]) -> None:
 
 
 def test_other_optimizers_are_refused() -> None:
+    own = [("a", torch.nn.Parameter(torch.ones(2)))]
     with pytest.raises(SpecError, match="SGD keeps none that it knows: use structured or co3"):
-        check_adam(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
+        check_adam(torch.optim.SGD([own[0][1]], lr=0.1), own)
+    with pytest.raises(SpecError, match=r"none of the parameters .*'a'.*pass the optimizer of this model"):
+        check_adam(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]), own)

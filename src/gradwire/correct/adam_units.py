@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -27,12 +27,18 @@ SCALED = (torch.float64, torch.float32, torch.bfloat16)  # fp16 gradients might 
 Units = Mapping[str, torch.Tensor]  # exponents of two by parameter name: int8, of the parameter's shape
 
 
-def check_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Raise SpecError unless the optimizer is one of torch's Adams."""
+def check_adam(optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise SpecError unless the optimizer is one of torch's Adams, and trains some of these parameters."""
     if not isinstance(optimizer, ADAMS):
         raise SpecError(
             f"the recipe adam needs the second moments of torch.optim.Adam, AdamW, NAdam or RAdam, and "
             f"{type(optimizer).__name__} keeps none that it knows: use structured or co3 with this optimizer"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if parameters and not any(id(parameter) in held for _, parameter in parameters):
+        raise SpecError(
+            f"the optimizer holds none of the parameters that the recipe adam is for ({parameters[0][0]!r} and so on), "
+            f"so that it would scale nothing: pass the optimizer of this model"
         )
 
 

@@ -39,7 +39,7 @@ class SharedUnits:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, torch.Tensor]]):
-        check_adam(optimizer)
+        check_adam(optimizer, parameters)
         self._optimizer, self._parameters = optimizer, parameters
         self._units: dict[str, torch.Tensor] = {}  # in the order of the parameter's own dimensions
         self._factors: dict[str, torch.Tensor] = {}  # in the order of the bucket
