@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,9 @@ def bad_arguments(rank: int) -> None:
     check_raises(SpecError, "use mix=None", lambda: make("sparseloco", mix=0.5))
     handle = make("none", parts=1 + (rank > 0))
     check_raises(AggregateError, "parts", handle.__enter__)
+    # The group for an overlap is made by all ranks: one that has none is found out before that, not by a timeout.
+    handle = make("none", parts=1, overlap=int(rank != 1))
+    check_raises(AggregateError, "rank 1 has overlap nothing, rank 0 1", handle.__enter__)
 
 
 def muon_as_the_inner_optimizer(rank: int) -> None:
@@ -369,6 +373,20 @@ class with_two_threads:
             self.scenario(rank)
         finally:
             torch.set_num_threads(1)
+
+
+def a_rank_that_does_not_come(rank: int) -> None:
+    """It is named, with an overlap and without."""
+    for options in ({}, {"parts": 1, "overlap": 0}):
+        handle = make("none", process_group=dist.new_group(timeout=timedelta(seconds=3)), **options)
+        if rank != 1:
+            check_raises(AggregateError, "rank 1 did not attach within 3 s", handle.__enter__)
+        dist.barrier()
+
+
+@pytest.mark.thorough
+def test_a_rank_that_does_not_come(ranks: RankPool) -> None:
+    ranks.check(a_rank_that_does_not_come, seconds=60)
 
 
 def lose_a_rank(rank: int, folder: Path) -> list[Loss]:

@@ -246,6 +246,7 @@ def flush_sends_its_share_once(rank: int) -> None:
     spec = {"first.*": "sbc2:flush=0.3,small=none", "last.weight": "co3", "*": "none"}
     handle = make(spec, sync_every=2)
     sent: list[list[tuple[list[str], int]]] = []
+    handle._meet()
     coder = handle._connected().coder
     plan_frames, encode = handle.recipes.plan_frames, coder.encode
     flushing: list[bool] = []

@@ -162,13 +162,26 @@ class LocalSGD:
             self._exchange_rest()
         self._connected().close()
 
+    def _meet(self) -> Link:
+        """Compare notes with the other ranks before a block, and connect to them before the first one."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        notes = {"spec": str(self.recipes), **self._division}, describe(named)
+        if self._round is not None:
+            self._link.agree(*notes)
+            return self._link
+        link, thread = Link.attending(self._group), None
+        link.agree(*notes)
+        if self._overlap:
+            # What goes on beside the training must not meet its collectives, and has a group of its own. It is made
+            # after the agreement: a rank without overlap would not come, and the others would wait for it.
+            met, link, thread = link, Link.beside(self._group), ExchangeThread()
+            link.follow(met)
+        coder = MessageCoder(self.recipes, self.memories, self.ledger, link.rank, link.world)
+        self._round = SyncRound(coder, AllGather(link), self._buffers, thread)
+        return link
+
     def _connected(self) -> SyncRound:
-        if self._round is None:
-            # What goes on beside the training must not meet its collectives, and has a group of its own.
-            gather = AllGather(Link.beside(self._group) if self._overlap else Link(self._group))
-            coder = MessageCoder(self.recipes, self.memories, self.ledger, gather.link.rank, gather.link.world)
-            thread = ExchangeThread() if self._overlap else None
-            self._round = SyncRound(coder, gather, self._buffers, thread)
+        assert self._round is not None, "ranks meet before the first block"
         return self._round
 
     @property
@@ -185,9 +198,7 @@ class LocalSGD:
                 self._common.take(name, as_reals(self._parameters[name].detach()))
             if loaded or not self._inside:
                 self._buffers.follow()
-        link = self._link
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        link.agree({"spec": str(self.recipes), **self._division}, describe(named))
+        link = self._meet()
         states = link.gather_short(self._replica.digest(with_integers=not self._started) + bytes([self._mid_round]))
         if len({state[:-1] for state in states}) > 1:
             if any(state[-1] for state in states):

@@ -64,6 +64,16 @@ class Link:
         self._attendance: Attendance | None = None
 
     @classmethod
+    def attending(cls, group: dist.ProcessGroup | None) -> Link:
+        """Return a link over the group itself, which names the ranks that do not come to the first `agree`.
+
+        All ranks of the group have to call it.
+        """
+        link = cls(group)
+        link._attendance = Attendance(link.group, link.rank, link.world)
+        return link
+
+    @classmethod
     def beside(cls, group: dist.ProcessGroup | None, seconds: float | None = None) -> Link:
         """Return a link with a new group of the same ranks, whose collectives cannot meet those of the training.
 
@@ -123,7 +133,8 @@ class Link:
         try:
             check_agreement(self, facts, tensors, roll_call)
         except AggregateError as error:
-            if self._attendance is not None and isinstance(error.__cause__, RuntimeError):  # no answer at all
+            # No answer at all, and nobody to ask for the reason yet.
+            if self._attendance is not None and self.roll_call is None and isinstance(error.__cause__, RuntimeError):
                 timeout = timeout_of(self.group).total_seconds()
                 raise self._attendance.error_naming_absent(error.__cause__, roll_call.ranks, timeout) from error
             raise
@@ -156,6 +167,12 @@ class Link:
     def share_roll_call(self, other: Link) -> None:
         """Use the roll call of a link whose ranks have agreed already."""
         self.roll_call = other.roll_call
+
+    def follow(self, other: Link) -> None:
+        """Take the place of a link with the same ranks, which have agreed there: its bytes count here."""
+        self.share_roll_call(other)
+        self.bytes_sent += other.bytes_sent
+        self.bytes_received += other.bytes_received
 
     def at_step(self, step: int) -> None:
         """Note that this rank computes in this step: what it says if another rank asks."""
