@@ -15,6 +15,7 @@ from torch import nn
 
 from gradwire import AggregateError, CheckpointError, GradwireError, LocalSGD, SpecError
 from gradwire.local_sgd.parts import Turns, divide
+from gradwire.local_sgd.sync_round import Sync
 from support.cases import for_each
 from support.rank_pool import WORLD, RankPool, Scenario, connect, named
 from support.ranks import (
@@ -307,6 +308,48 @@ def a_failed_round_is_rolled_back(rank: int) -> None:
     check_alike(handle.model)
 
 
+def a_failed_flush_takes_no_turn_back(rank: int) -> None:
+    """All parts had been exchanged before it."""
+    handle = make("topk:p=0.05,flush=0.2,small=same", parts=1, overlap=0)
+    handle.__enter__()
+    for i in range(5):
+        step(handle, rank, i)
+    sync_round = handle._connected()
+    finish = sync_round.finish
+
+    def failing(sync: Sync) -> object:
+        arrived = finish(sync)
+        if sync._last:
+            raise GradwireError("the link is gone")
+        return arrived
+
+    sync_round.finish = failing
+    check_raises(GradwireError, "the link is gone", lambda: handle.__exit__(None, None, None))
+    state = handle.state_dict()
+    assert state["parts"] == {"next": 0, "unsent": [0]} and state["pending"] == 0
+
+
+def an_update_that_cannot_be_made(rank: int) -> None:
+    """A rank without memory for its update takes no turn: it may go on, and sends the same part next."""
+    handle = make("none", overlap=0)
+    with handle:
+        for i in range(8):
+            make_updates = handle._replica.updates
+            if rank == 1 and i == 1:
+                handle._replica.updates = out_of_memory
+                with pytest.raises(MemoryError):
+                    step(handle, rank, i)
+                handle._replica.updates = make_updates
+                assert handle.state_dict()["parts"] == {"next": 0, "unsent": [2, 2]}
+            else:
+                step(handle, rank, i)
+    check_alike(handle.model)
+
+
+def out_of_memory(*_: object) -> Tensors:
+    raise MemoryError
+
+
 def bad_arguments(rank: int) -> None:
     for message, options in (
         ("parts must be a number from 1 to 8", {"parts": 0}),
@@ -345,7 +388,8 @@ def muon_as_the_inner_optimizer(rank: int) -> None:
 SCENARIOS = [
     parts_and_overlap_by_hand, replicas_share_the_common_parameters, nothing_waits_for_a_mean_before_it_is_due,
     a_function_as_a_schedule, a_sync_by_hand_exchanges_all_parts, a_diverged_rank_is_left_out, resuming,
-    other_outer_optimizers_are_told, a_failed_round_is_rolled_back, bad_arguments, muon_as_the_inner_optimizer,
+    other_outer_optimizers_are_told, a_failed_round_is_rolled_back, a_failed_flush_takes_no_turn_back,
+    an_update_that_cannot_be_made, bad_arguments, muon_as_the_inner_optimizer,
 ]  # fmt: skip
 
 

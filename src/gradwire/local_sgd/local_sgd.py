@@ -272,7 +272,7 @@ class LocalSGD:
         check_parameters(self._parameters, trainable(self.model))
         overlap = self._overlap if overlap is None else overlap
         send = self._turns.unsent[self._turns.next] > 0
-        number = self._turns.take_turn()
+        number = self._turns.next
         entries = self._replica.entries(self._parts[number])
         if left:
             with_buffers = send or self._buffers.changed()
@@ -281,6 +281,7 @@ class LocalSGD:
             with_buffers = send and number == len(self._parts) - 1 and rounds % self._buffers_every == 0
         start = {name: e.clone() for name, e in entries.items()} if overlap else {}
         updates = self._replica.updates(self._parts[number])
+        self._turns.take_turn()  # not before: memory may not suffice for all that, and the others wait for this part
         with self._undone_on_failure():
             sync = self._connected().start(number, updates, self.steps, send=send, left=left, with_buffers=with_buffers)
         self._under_way = ExchangeUnderWay(number, self.steps + overlap, start, sync)
@@ -324,6 +325,7 @@ class LocalSGD:
             moves = any(update.usable for update in arrived)
             if moves:
                 self._common.move(under_way.sync.updates)
+        self._turns.keep()
         self.syncs += moves
         own = arrived[self._link.rank]
         if own.diverged:

@@ -70,6 +70,10 @@ class Turns:
         self.since = self.unsent[part] = 0
         return part
 
+    def keep(self) -> None:
+        """Let the last turn count, whose exchange has ended well: no later failure takes it back."""
+        self._taken = None
+
     def take_back(self) -> None:
         """Undo the last turn, whose exchange has failed; the steps since then count on."""
         if self._taken is not None:
