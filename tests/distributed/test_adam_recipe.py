@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import CheckpointError, SpecError
+from gradwire import AggregateError, CheckpointError, SpecError
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, attach, check_alike, check_raises, loss_of
 
@@ -148,6 +148,16 @@ def without_the_optimizer(rank: int) -> None:
     check_raises(SpecError, "SGD keeps none", lambda: attach(make(), "adam", optimizer=sgd))
 
 
+def the_optimizer_on_some_ranks(rank: int) -> None:
+    """A rank that was not given its optimizer is named before others wait for its units."""
+    model = make()
+    optimizer = None if rank == 1 else adamw(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        message = "rank 1 has optimizer= not given, rank 0 given"
+        check_raises(AggregateError, message, lambda: attach(model, SPEC, optimizer=optimizer))
+
+
 def a_step_that_is_skipped(rank: int) -> None:
     """A gradient that is not finite on one rank leaves memories as they were, in their units."""
     model = make()
@@ -179,7 +189,7 @@ def sparse_recipes_warn(rank: int) -> None:
 
 SCENARIOS = [
     nothing_is_lost, means_are_gradients_again, saved_and_loaded, optimizers_that_differ, without_the_optimizer,
-    a_step_that_is_skipped, sparse_recipes_warn,
+    the_optimizer_on_some_ranks, a_step_that_is_skipped, sparse_recipes_warn,
 ]  # fmt: skip
 
 

@@ -185,7 +185,10 @@ class Gradients:
 
     def _connected(self, link: Link) -> GradientExchange:
         options, of_all = self.options, link
-        link.agree({"spec": self._spec_text, "aggregate": options.aggregate}, self._tensors)
+        facts = {"spec": self._spec_text, "aggregate": options.aggregate}
+        if self.recipes.any("in_adam_units"):  # ranks that have units compare them, and would wait for one without
+            facts["optimizer="] = "not given" if self._units is None else "given"
+        link.agree(facts, self._tensors)
         host = None
         if options.aggregate == HIERARCHICAL:
             host, link = _by_host(link)
