@@ -110,5 +110,5 @@ def weighted_means(x: np.ndarray, levels: np.ndarray, m: int) -> tuple[np.ndarra
     if weighted[used].min() < SMALLEST:
         return levels, math.inf
     better = weighted[used] / weights[used]
-    squares = float(part @ part)
+    squares = float(np.square(part).sum())  # BLAS would start threads for it, which go on spinning for a while
     return better * largest, 1 + float(better**2 @ number[used] - 2 * better @ sums[used]) / squares
