@@ -1,5 +1,6 @@
 // The Python module gradwire._native: argument checks and nothing else. kernels/cpu is its only user.
 #include "bindings.h"
+#include "bindings_pool.h"
 
 #include <algorithm>
 #include <atomic>
@@ -361,13 +362,22 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         huffman_lengths(frequencies.data(), int(frequencies.size()), lengths.data());
     });
-    m.def("huffman_encode", [](Bytes symbols, Bytes lengths, Codes codes, BytesOut out) {
+    m.def("huffman_encode", [](Bytes symbols, Bytes lengths, Codes codes) {
         require(lengths.size() == codes.size() && lengths.size() <= kMaxSymbols, "bad code");
-        for (size_t i = 0; i < lengths.size(); i++) require(lengths.data()[i] <= 16, "code is too long");
-        for (size_t i = 0; i < symbols.size(); i++) require(symbols.data()[i] < lengths.size(), "symbol out of range");
-        require(out.size() >= 2 * symbols.size() + 8, "out is too small");
-        nb::gil_scoped_release release;
-        return huffman_encode(symbols.data(), symbols.size(), lengths.data(), codes.data(), out.data());
+        const uint8_t* const all = symbols.data();
+        const size_t n = symbols.size();
+        uint8_t largest = 0, longest = 0;
+        for (size_t i = 0; i < lengths.size(); i++) longest = std::max(longest, lengths.data()[i]);
+        require(longest <= 16, "code is too long");
+        for (size_t i = 0; i < n; i++) largest = std::max(largest, all[i]);
+        require(!n || largest < lengths.size(), "symbol out of range");
+        Room<uint8_t> room((n * longest + 7) / 8 + 8);
+        size_t coded;
+        {
+            nb::gil_scoped_release release;
+            coded = huffman_encode(all, n, lengths.data(), codes.data(), int(lengths.size()), room.data());
+        }
+        return room.front(coded);
     });
     m.def("huffman_decode", [](Bytes data, Bytes lengths, Codes codes, BytesOut symbols) {
         require(lengths.size() == codes.size() && lengths.size() <= kMaxSymbols, "bad code");

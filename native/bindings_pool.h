@@ -57,17 +57,47 @@ inline Pool& pool() {
     return *one;
 }
 
+// Room in a block of the pool, of which the front becomes an array of numpy's once it is known how much was needed.
+template <class T>
+class Room {
+  public:
+    explicit Room(size_t n)
+        : block_(std::make_unique<Pool::Block>(pool().take(std::max<size_t>(1, n) * sizeof(T)))),
+          data_(reinterpret_cast<T*>(block_->data)) {}
+    Room(const Room&) = delete;
+    Room& operator=(const Room&) = delete;
+    ~Room() {
+        if (block_) pool().give_back(*block_);
+    }
+    T* data() const { return data_; }
+    nb::object front(size_t n) {  // once
+        nb::capsule owner(block_.get(), [](void* p) noexcept {
+            pool().give_back(*static_cast<Pool::Block*>(p));
+            delete static_cast<Pool::Block*>(p);
+        });
+        block_.release();
+        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data_, {n}, owner));
+    }
+
+  private:
+    std::unique_ptr<Pool::Block> block_;
+    T* data_;
+};
+
 // An array of numpy's in a block of the pool, and where its entries are.
 template <class T>
 std::pair<nb::object, T*> array(size_t n) {
-    auto block = std::make_unique<Pool::Block>(pool().take(std::max<size_t>(1, n) * sizeof(T)));
-    T* data = reinterpret_cast<T*>(block->data);
-    nb::capsule owner(block.get(), [](void* p) noexcept {
-        pool().give_back(*static_cast<Pool::Block*>(p));
-        delete static_cast<Pool::Block*>(p);
-    });
-    block.release();
-    return {nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {n}, owner)), data};
+    Room<T> room(n);
+    T* data = room.data();
+    return {room.front(n), data};
+}
+
+// The same with a copy of these entries.
+template <class T>
+nb::object array_of(const T* entries, size_t n) {
+    auto [result, data] = array<T>(n);
+    std::copy_n(entries, n, data);
+    return result;
 }
 
 }  // namespace gradwire

@@ -142,7 +142,9 @@ void pack_bits(const uint8_t* symbols, size_t n, int width, uint8_t* out);
 bool unpack_bits(const uint8_t* data, size_t n, int width, int limit, uint8_t* symbols);
 // The bits of each symbol's code, by package-merge; 0 where it has none.
 void huffman_lengths(const int64_t* frequencies, int symbols, uint8_t* lengths);
-size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, const uint16_t* codes, uint8_t* out);
+// Eight bytes more room than it takes.
+size_t huffman_encode(const uint8_t* symbols, size_t n, const uint8_t* lengths, const uint16_t* codes, int alphabet,
+                      uint8_t* out);
 bool huffman_decode(const uint8_t* data, size_t length, size_t n, const uint8_t* lengths, const uint16_t* codes,
                     int symbols, uint8_t* out);
 

@@ -267,12 +267,62 @@ def test_bits_and_huffman(symbols, width, table, seed):
     assert native.unpack_bits(exact(packed), len(plain), width, 2**width).tobytes() == plain.tobytes()
     if np.count_nonzero(table[0]) < 2:
         return
-    lengths = huffman.code_lengths(table[0])
+    lengths = native.huffman_lengths(table[0])
+    assert lengths.tobytes() == reference.huffman_lengths(table[0]).tobytes()
     codes = huffman.canonical_codes(lengths)
     plain = some_symbols(np.random.default_rng(seed), table[0], len(symbols))
     coded = reference.huffman_encode(plain, lengths, codes)
     assert native.huffman_encode(plain, lengths, codes) == coded
     assert native.huffman_decode(exact(coded), len(plain), lengths, codes).tobytes() == plain.tobytes()
+
+
+def large_codes() -> Iterator[tuple[str, np.ndarray]]:
+    """Frequencies: of codes that decoders soon find from anywhere in the data, and of codes that they do not."""
+    yield "bell", normalize(np.ceil(1e6 * np.exp(-(np.abs(np.arange(255) - 127) ** 0.7) / 4)), 14)
+    yield "one length", np.full(64, 256)  # whoever begins within a code stays within codes
+    yield "two", np.array([1 << 13, 1 << 13])
+    yield "long codes", normalize(np.array([1 << 30, *np.ones(40, dtype=np.int64), 1 << 29]), 14)
+    yield "even", np.array([0, *[68] * 240, 64])  # 7 and 8 bits
+
+
+def test_huffman_of_many_symbols():
+    """So many that they are decoded at several places at once."""
+    rng = np.random.default_rng(5)
+    for name, frequencies in large_codes():
+        lengths = native.huffman_lengths(frequencies)
+        assert lengths.tobytes() == reference.huffman_lengths(frequencies).tobytes(), name
+        codes = huffman.canonical_codes(lengths)
+        count = int(3e6 / (frequencies @ lengths / frequencies.sum()))  # of 3 million bits
+        symbols = some_symbols(rng, frequencies, count)
+        symbols[:9] = np.argmax(lengths)
+        coded = bytes(native.huffman_encode(symbols, lengths, codes))
+        assert coded == reference.huffman_encode(symbols, lengths, codes), name
+        assert native.huffman_decode(exact(coded), count, lengths, codes).tobytes() == symbols.tobytes(), name
+        for damaged in (coded[:-1], coded + b"\0", coded[: len(coded) // 2]):
+            with pytest.raises(FrameError):
+                native.huffman_decode(exact(damaged), count, lengths, codes)
+        for wrong in (count - 9, count // 2, count + 9):
+            with pytest.raises(FrameError):
+                native.huffman_decode(exact(coded), wrong, lengths, codes)
+
+
+def test_damaged_huffman_data_of_many_symbols():
+    """A bit that is wrong leads both decoders to the same symbols, or to an error in both."""
+    frequencies = dict(large_codes())["bell"]
+    lengths = native.huffman_lengths(frequencies)
+    codes = huffman.canonical_codes(lengths)
+    rng = np.random.default_rng(6)
+    symbols = some_symbols(rng, frequencies, 180_000)
+    coded = bytearray(native.huffman_encode(symbols, lengths, codes))
+    for at in rng.integers(8 * len(coded), size=3).tolist():
+        coded[at // 8] ^= 1 << at % 8
+        found = []
+        for kernels in (reference, native):
+            try:
+                found.append(kernels.huffman_decode(exact(bytes(coded)), len(symbols), lengths, codes).tobytes())
+            except FrameError:
+                found.append(b"")
+        assert found[0] == found[1], at
 
 
 # ── conversion and coding in one pass ─────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from gradwire.compress.coding import Coder, Coding
 from gradwire.compress.constant import read_constant
 from gradwire.compress.precision import COARSE, LARGE, SMALL_ALPHABET, TOLERANCE, finest_precision
 from gradwire.compress.raw import raw_width
-from gradwire.compress.symbols import decode, encode, read_head
+from gradwire.compress.symbols import decode, encode, encode_parts, read_head
 from gradwire.models.symbol_statistics import Alphabet, AnyAlphabet, SymbolStatistics
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "choose",
     "decode",
     "encode",
+    "encode_parts",
     "finest_precision",
     "raw_width",
     "read_constant",

@@ -20,7 +20,7 @@ class Coder(ABC):
     fixed_bits = 0  # the least number of bits that the coder writes beside the codes of symbols
 
     @abstractmethod
-    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes:
+    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes | memoryview:
         """Return the bytes of the symbols, without the head of the coding."""
 
     @abstractmethod

@@ -52,7 +52,7 @@ class HuffmanCoder(EntropyCoder):
         if np.count_nonzero(frequencies) < 2:
             raise FrameError("invalid huffman table")
 
-    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes:
+    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> memoryview:
         """Return the codes of all symbols, one after the other."""
         lengths = code_lengths(coding.table)
         return kernels.huffman_encode(symbols, lengths, canonical_codes(lengths))

@@ -125,9 +125,9 @@ class RansCoder(EntropyCoder):
         """Return the ideal length of each symbol's code."""
         return bits_per_symbol(frequencies, precision)
 
-    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes:
+    def encode(self, symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> memoryview:
         """Return the layout and the coded chunks."""
-        return encode(symbols, coding.table, coding.precision, coding.expected_bits).tobytes()
+        return memoryview(encode(symbols, coding.table, coding.precision, coding.expected_bits))
 
     def decode(self, reader: Reader, alphabet: AnyAlphabet, count: int, coding: Coding) -> np.ndarray:
         """Return the symbols of all chunks."""

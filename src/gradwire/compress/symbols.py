@@ -15,7 +15,12 @@ from gradwire.models.symbol_statistics import AnyAlphabet
 
 def encode(symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> bytes:
     """Return the bytes of all symbols, `coding.head` first."""
-    return coding.head + coding.coder.encode(symbols, alphabet, coding)
+    return b"".join(encode_parts(symbols, alphabet, coding))
+
+
+def encode_parts(symbols: np.ndarray, alphabet: AnyAlphabet, coding: Coding) -> tuple[bytes, bytes | memoryview]:
+    """Return what `encode` does, head and data apart, for callers that have a place for the bytes."""
+    return coding.head, coding.coder.encode(symbols, alphabet, coding)
 
 
 def read_head(reader: Reader, alphabet: AnyAlphabet) -> Coding:

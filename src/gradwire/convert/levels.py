@@ -95,7 +95,7 @@ class Levels(Converter):
         for part in (
             side,
             pack_numbers(numbers, buckets.sizes, precision),
-            compress.encode(in_host_memory(symbols), alphabet, coding),
+            *compress.encode_parts(in_host_memory(symbols), alphabet, coding),
         ):
             view[position : position + len(part)] = part
             position += len(part)

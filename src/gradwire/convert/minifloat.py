@@ -168,7 +168,7 @@ class Minifloat(Converter):
             )
             if not length:  # the same bytes in two passes
                 symbols = self._quantize(conversion, step, table, seed)
-                length = write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
+                length = write(out, side, *compress.encode_parts(in_host_memory(symbols), self.format, coding))
             if length * 8 <= coding.expected_bits * 1.02 + 1024:
                 return length
             # The sample misled us: count what was coded, and code it again.
@@ -178,7 +178,7 @@ class Minifloat(Converter):
             symbols = self._quantize(conversion, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
         coding = self._choose(counts, conversion.count, fitted)
-        return write(out, side, compress.encode(in_host_memory(symbols), self.format, coding))
+        return write(out, side, *compress.encode_parts(in_host_memory(symbols), self.format, coding))
 
     def _choose(self, counts: np.ndarray, total: int, step_fit: StepFit | None) -> compress.Coding:
         fitted = GenNormFit(step_fit.beta_index, step_fit.zero_mass) if step_fit else None
@@ -259,7 +259,7 @@ class Minifloat(Converter):
         counts = kernels.histogram(symbols, self.format.symbols)
         used = sorted((fitted for fitted in fits if fitted), key=lambda fitted: fitted.beta_index)
         coding = self._choose(counts, conversion.count, used[len(used) // 2] if used else None)
-        return write(out, bytes(side), compress.encode(in_host_memory(symbols), self.format, coding))
+        return write(out, bytes(side), *compress.encode_parts(in_host_memory(symbols), self.format, coding))
 
 
 def _looks_empty(fitted: StepFit | None) -> bool:
@@ -267,7 +267,7 @@ def _looks_empty(fitted: StepFit | None) -> bool:
     return fitted is None or fitted.zero_mass > 250
 
 
-def write(out: torch.Tensor, *parts: bytes) -> int:
+def write(out: torch.Tensor, *parts: bytes | memoryview) -> int:
     """Write these parts one after the other to the front of `out`; returns their length."""
     view, position = memoryview(out.numpy()), 0
     for part in parts:

@@ -45,14 +45,13 @@ def huffman_lengths(frequencies: np.ndarray) -> np.ndarray:
     return lengths
 
 
-def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:
+def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> memoryview:
     """Concatenate the codes of the symbols."""
-    out = np.empty(2 * len(symbols) + 8, dtype=np.uint8)
-    return out[: _native.huffman_encode(symbols, lengths, codes, out)].tobytes()
+    return memoryview(_native.huffman_encode(symbols, lengths, codes))
 
 
 def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Decode `count` symbols by a table of prefixes."""
+    """Decode `count` symbols by a table of prefixes, at several places at once."""
     symbols = np.empty(count, dtype=np.uint8)
     if not _native.huffman_decode(as_bytes(data), lengths, codes, symbols):
         raise FrameError("damaged huffman data")

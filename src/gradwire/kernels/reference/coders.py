@@ -65,12 +65,12 @@ def huffman_lengths(frequencies: np.ndarray) -> np.ndarray:
     return lengths
 
 
-def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> bytes:
+def huffman_encode(symbols: np.ndarray, lengths: np.ndarray, codes: np.ndarray) -> memoryview:
     """Concatenate the codes of the symbols, from the highest bit of each byte downwards."""
     words = [format(int(c), f"0{int(n)}b") if n else "" for c, n in zip(codes, lengths, strict=True)]
     bits = "".join([words[s] for s in symbols.tolist()])
     bits += "0" * (-len(bits) % 8)
-    return int(bits, 2).to_bytes(len(bits) // 8, "big") if bits else b""
+    return memoryview(int(bits, 2).to_bytes(len(bits) // 8, "big") if bits else b"")
 
 
 def huffman_decode(data: memoryview, count: int, lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
