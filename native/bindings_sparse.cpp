@@ -8,13 +8,6 @@
 namespace gradwire {
 namespace {
 
-template <class T>
-nb::object array_of(const Buffer<T>& buffer, size_t n) {
-    auto [result, data] = array<T>(n);
-    std::copy_n(buffer.data(), n, data);
-    return result;
-}
-
 // How many entries were written to memory_out, and the chosen ones: positions and values.
 nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::optional<FloatsOut> memory_out,
                          float decay, std::optional<size_t> wanted, uint32_t low, bool one_sign, int threads) {
@@ -31,30 +24,47 @@ nb::tuple select_entries(Floats gradient, std::optional<Floats> memory, std::opt
     }
     const Candidates& chosen = sides[winner];
     const size_t n = done == s.count ? chosen.count : 0;
-    return nb::make_tuple(done, array_of(chosen.position, n), array_of(chosen.value, n));
+    return nb::make_tuple(done, array_of(chosen.position.data(), n), array_of(chosen.value.data(), n));
+}
+
+void require_places(Ints positions, Floats values, size_t entries) {
+    const size_t n = positions.size();
+    require(values.size() == 1 || values.size() == n, "as many values as positions, or one");
+    const int64_t* p = positions.data();
+    bool good = !n || (p[0] >= 0 && uint64_t(p[n - 1]) < entries);
+    for (size_t i = 1; i < n; i++) good &= p[i] > p[i - 1];
+    require(good, "positions must be ascending, and inside");
 }
 
 void scatter(FloatsOut out, Ints positions, Floats values, bool accumulate, int threads) {
+    require_places(positions, values, out.size());
     const size_t n = positions.size(), stride = values.size() == 1 ? 0 : 1;
-    require(values.size() == 1 || values.size() == n, "as many values as positions, or one");
-    const int64_t* p = positions.data();
-    bool good = !n || (p[0] >= 0 && uint64_t(p[n - 1]) < out.size());
-    for (size_t i = 1; i < n; i++) good &= p[i] > p[i - 1];
-    require(good, "positions must be ascending, and inside");
     nb::gil_scoped_release release;
     if (accumulate)
-        scatter_add(out.data(), p, n, values.data(), stride, threads);
+        scatter_add(out.data(), positions.data(), n, values.data(), stride, threads);
     else
-        scatter_store(out.data(), out.size(), p, n, values.data(), stride, threads);
+        scatter_store(out.data(), out.size(), positions.data(), n, values.data(), stride, threads);
+}
+
+void replace(FloatsOut out, Ints positions, Floats values, int threads) {
+    require_places(positions, values, out.size());
+    nb::gil_scoped_release release;
+    scatter_over(out.data(), positions.data(), positions.size(), values.data(), values.size() == 1 ? 0 : 1, threads);
 }
 
 void require_gaps(Ints gaps) {
-    uint64_t all = 0, sum = 0;
-    for (size_t i = 0; i < gaps.size(); i++) {
-        all |= uint64_t(gaps.data()[i]);
-        all |= sum += uint64_t(gaps.data()[i]);
+    constexpr size_t kBlock = 1 << 14;  // gaps, of which the sum cannot overflow if none is too large
+    const size_t n = gaps.size();
+    uint64_t sum = 0;
+    for (size_t start = 0; start < n; start += kBlock) {
+        uint64_t all = 0, part = 0;
+        for (size_t i = start; i < std::min(n, start + kBlock); i++) {
+            all |= uint64_t(gaps.data()[i]);
+            part += uint64_t(gaps.data()[i]);
+        }
+        sum += part;
+        require(!((all | sum) >> kMaxGapBits), "gaps must be from 0 on, and all together below 2^48");
     }
-    require(!(all >> kMaxGapBits), "gaps must be from 0 on, and all together below 2^48");
 }
 
 }  // namespace
@@ -67,6 +77,7 @@ void bind_sparse(nb::module_& m) {
         return sum_magnitudes(values.data(), values.size());
     });
     m.def("scatter", scatter);
+    m.def("replace", replace);
     m.def("split_gaps", [](Ints positions) {
         auto [gaps, data] = array<int64_t>(positions.size());
         int64_t before = -1;

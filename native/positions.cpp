@@ -39,11 +39,15 @@ class BitReader {
 
     uint64_t peek() const {  // 57 bits or more
         const uint64_t byte = at >> 3;
+        if (byte + 8 <= length_) return peek_inside();
         uint64_t x = 0;
-        if (byte + 8 <= length_)
-            for (int i = 0; i < 8; i++) x |= uint64_t(data_[byte + i]) << 8 * i;
-        else
-            for (uint64_t i = byte; i < length_; i++) x |= uint64_t(data_[i]) << 8 * (i - byte);
+        for (uint64_t i = byte; i < length_; i++) x |= uint64_t(data_[i]) << 8 * (i - byte);
+        return x >> (at & 7);
+    }
+    uint64_t peek_inside() const {  // where eight bytes are known to be there
+        const uint64_t byte = at >> 3;
+        uint64_t x = 0;
+        for (int i = 0; i < 8; i++) x |= uint64_t(data_[byte + i]) << 8 * i;
         return x >> (at & 7);
     }
     bool good() const { return at <= bits_; }
@@ -139,14 +143,33 @@ size_t gap_classes(const int64_t* gaps, size_t n, int m, uint8_t* classes, uint8
 
 int64_t class_positions(const uint8_t* classes, size_t n, int m, const uint8_t* data, size_t length, uint64_t at,
                         int64_t limit, int64_t before, int64_t* positions) {
+    struct Class {
+        uint64_t least, mask;  // the smallest gap, and the low bits that are left open
+        uint32_t open;
+    } of[256] = {};
+    for (int c = 0; c < 256 && c >> m <= kMaxGapBits; c++) {
+        const int open = std::max(0, (c >> m) - 1);
+        of[c] = {(open ? (c & mask(m)) | uint64_t(1) << m : uint64_t(c)) << open, mask(open), uint32_t(open)};
+    }
     BitReader reader(data, length);
     reader.at = at;
     int64_t position = before;
-    for (size_t i = 0; i < n; i++) {
-        const int open = std::max(0, (classes[i] >> m) - 1);
-        const uint64_t high = open ? (classes[i] & mask(m)) | uint64_t(1) << m : classes[i];
-        const uint64_t gap = high << open | (reader.peek() & mask(open));
-        reader.at += open;
+    size_t i = 0;
+    // So few gaps cannot make a position overflow: whether the last one is below the limit says it of all of them.
+    constexpr size_t kBlock = 32, kBytes = kBlock * kMaxGapBits / 8 + 8;
+    for (; n - i >= kBlock && (reader.at >> 3) + kBytes <= length; i += kBlock) {
+        for (size_t k = i; k < i + kBlock; k++) {
+            const Class& found = of[classes[k]];
+            position += 1 + int64_t(found.least | (reader.peek_inside() & found.mask));
+            reader.at += found.open;
+            positions[k] = position;
+        }
+        if (position >= limit) return -1;
+    }
+    for (; i < n; i++) {
+        const Class& found = of[classes[i]];
+        const uint64_t gap = found.least | (reader.peek() & found.mask);
+        reader.at += found.open;
         if (!reader.good() || gap >= uint64_t(limit)) return -1;
         position += 1 + int64_t(gap);
         if (position >= limit) return -1;

@@ -71,7 +71,8 @@ inline void put(const Target& target, size_t i, uint8_t symbol) {
     if (S == Sink::add) target.out[i] = target.onto[i] + target.values[symbol];
 }
 
-// Decodes one row; returns where the bytes not yet taken end, or null if there are too few.
+// Decodes one row; returns where the bytes not yet taken end, or null if there are too few. The states of the lanes stand
+// in front of them.
 template <Sink S>
 inline const uint8_t* decode_row(const RansTable& t, size_t row, int width, uint32_t* x, const uint8_t* begin,
                                  const uint8_t* end, const Target& target) {
@@ -82,13 +83,15 @@ inline const uint8_t* decode_row(const RansTable& t, size_t row, int width, uint
         put<S>(target, row + l, s);
         x[l] = t.frequency[s] * (x[l] >> t.precision) + slot - t.start[s];
     }
+    // Whether a lane takes a byte is as good as random: no branch. A row takes at most two bytes a lane; if there are
+    // too few, these are bytes of the states, of which there are three.
     for (uint32_t threshold = t.precision > 8 ? kLow >> 8 : kLow; threshold <= kLow; threshold <<= 8)
-        for (int l = width - 1; l >= 0; l--)
-            if (x[l] < threshold) {
-                if (end == begin) return nullptr;
-                x[l] = x[l] << 8 | *--end;
-            }
-    return end;
+        for (int l = width - 1; l >= 0; l--) {
+            const uint32_t takes = x[l] < threshold;
+            x[l] = x[l] << 8 * takes | (end[-1] & (0u - takes));
+            end -= takes;
+        }
+    return end < begin ? nullptr : end;
 }
 
 // The symbols with a frequency, in order: tables in registers, of 16 entries, number only these, so that their starts

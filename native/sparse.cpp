@@ -308,14 +308,28 @@ void scatter_store(float* out, size_t n, const int64_t* positions, size_t count,
     });
 }
 
-void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads) {
-    constexpr size_t kAhead = 32, kMiss = 64;  // each is a cache line: have many of them under way
+namespace {
+
+// Of each place only the cache line counts: many of them are under way at once.
+template <class Put>
+void at_places(const int64_t* positions, size_t count, float* out, int threads, const Put& put) {
+    constexpr size_t kAhead = 32, kMiss = 64;
     in_blocks(count, kMiss, threads, [&](size_t first, size_t last) {
         for (size_t i = first; i < last; i++) {
             if (i + kAhead < last) __builtin_prefetch(out + positions[i + kAhead], 1);
-            out[positions[i]] += values[i * stride];
+            put(out[positions[i]], i);
         }
     });
+}
+
+}  // namespace
+
+void scatter_over(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads) {
+    at_places(positions, count, out, threads, [&](float& place, size_t i) { place = values[i * stride]; });
+}
+
+void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads) {
+    at_places(positions, count, out, threads, [&](float& place, size_t i) { place += values[i * stride]; });
 }
 
 }  // namespace gradwire

@@ -87,9 +87,11 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
 
 double sum_magnitudes(const float* values, size_t n);  // eight partial sums, always the same ones
 
-// out[position] = value and zeros elsewhere, or out[position] += value; `stride` 0: one value for all.
+// out[position] = value and zeros elsewhere (store) or what was there (over), or out[position] += value; `stride` 0: one
+// value for all.
 void scatter_store(float* out, size_t n, const int64_t* positions, size_t count, const float* values, size_t stride,
                    int threads);
+void scatter_over(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads);
 void scatter_add(float* out, const int64_t* positions, size_t count, const float* values, size_t stride, int threads);
 
 // ── gaps: docs/wire-format.md, codec 5 ──

@@ -325,6 +325,19 @@ def test_damaged_huffman_data_of_many_symbols():
         assert found[0] == found[1], at
 
 
+@given(count=st.integers(1, 500), many=st.integers(0, 60), one=st.booleans(), seed=st.integers(0, 2**32))
+def test_replace(count, many, one, seed):
+    rng = np.random.default_rng(seed)
+    places = torch.from_numpy(np.unique(rng.integers(0, count, size=many)))
+    values = gradient(1 if one else len(places), 3)
+    expected = gradient(count)
+    expected[places] = values.expand(len(places))
+    for kernels in (reference, native):
+        out = gradient(count)
+        kernels.replace(out, places, values)
+        assert bits(out) == bits(expected)
+
+
 # ── conversion and coding in one pass ─────────────────────────────────────────────────────────────
 
 

@@ -241,6 +241,8 @@ def call_selections(rng: Rng) -> None:
     wanted = None if rng.random() < 0.2 else int(rng.integers(1, count + 1) * rng.choice([1.0, 0.05])) or 1
     low = int(rng.choice([1, np.float32(1e-3).view(np.uint32)]))
     native.select(tensor, memory, memory_out, 0.9, wanted, low, bool(rng.integers(2)))
+    places = torch.from_numpy(np.unique(rng.integers(0, count, size=int(rng.integers(1, 40)))))
+    native.replace(torch.zeros(count, dtype=torch.float32), places, gradient(len(places), 3))
 
 
 def call_rows(rng: Rng) -> None:

@@ -18,6 +18,7 @@ import math
 import numpy as np
 import torch
 
+from gradwire import kernels
 from gradwire.convert import magnitudes
 from gradwire.convert.conversion import Conversion, in_host_memory, limit_to
 from gradwire.convert.sparse import Sparse
@@ -56,7 +57,7 @@ class M22(Sparse):
         table = limit_to(torch.from_numpy(levels).float(), torch.bfloat16)
         raw, left = magnitudes.encode(values, table, conversion.dtype)
         if conversion.memory_out is not None:
-            conversion.memory_out[chosen] = left
+            kernels.replace(conversion.memory_out, chosen, left)
         return self.write(conversion, out, chosen, MAGNITUDES, raw, None)
 
 

@@ -66,8 +66,14 @@ def _symbols(reader: Reader, alphabet: compress.AnyAlphabet, count: int, table: 
     if coding.coder == compress.CONSTANT:
         value = table[compress.read_constant(reader, alphabet)].reshape(1)
         return lambda part: value
-    symbols = torch.from_numpy(compress.decode(reader, alphabet, count, coding))
-    return lambda part: kernels.dequantize(symbols[part], table)
+    symbols = compress.decode(reader, alphabet, count, coding)
+
+    def values(part: slice) -> torch.Tensor:
+        out = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
+        kernels.spread_levels(symbols[part], table[None], np.array([0, out.numel()]), out, False)
+        return out
+
+    return values
 
 
 def _one_value(header: Header, kind: int, reader: Reader, count: int) -> Values:

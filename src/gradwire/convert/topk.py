@@ -48,7 +48,7 @@ class TopK(Sparse):
         length = self.small.encode(part, coded)
         raw = coded[:length].numpy().tobytes()
         if conversion.memory_out is not None:
-            conversion.memory_out[chosen] = left
+            kernels.replace(conversion.memory_out, chosen, left)
         return self.write(conversion, out, chosen, SMALL_FLOATS, raw, None)
 
 

@@ -12,7 +12,7 @@ from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, flat_fp32
 from gradwire.kernels.reference.sparse import Selection
 
-__all__ = ["mean_magnitude", "scatter", "select"]
+__all__ = ["mean_magnitude", "replace", "scatter", "select"]
 
 
 @where(flat_fp32)
@@ -38,3 +38,9 @@ def mean_magnitude(values: torch.Tensor) -> float:
 def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
     """Write or add values at ascending positions."""
     _native.scatter(as_array(out), as_array(positions), as_array(values), accumulate, torch.get_num_threads())
+
+
+@where(flat_fp32)
+def replace(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values at ascending positions."""
+    _native.replace(as_array(out), as_array(positions), as_array(values), torch.get_num_threads())

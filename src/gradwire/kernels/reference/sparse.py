@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["Selection", "largest_of_chunks", "mean_magnitude", "scatter", "select"]
+__all__ = ["Selection", "largest_of_chunks", "mean_magnitude", "replace", "scatter", "select"]
 
 LOOKED_AT_TOGETHER = 1 << 20  # entries, by `largest_of_chunks`
 Selection = tuple[int, torch.Tensor, torch.Tensor]  # see `select`
@@ -98,3 +98,12 @@ def scatter(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, ac
         out.zero_()
     positions, values = positions.to(out.device), values.to(out.device, out.dtype)
     out[positions] = out[positions] + values if accumulate else values.expand(positions.shape)
+
+
+def replace(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values at these positions, and leave the others as they are; one value may stand for all.
+
+    Positions are ascending and below the length of out.
+    """
+    positions = positions.to(out.device)
+    out[positions] = values.to(out.device, out.dtype).expand(positions.shape)
