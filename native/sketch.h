@@ -1,4 +1,4 @@
-// Estimates of a count-sketch (docs/wire-format.md, codec 6).
+// Cells of a count-sketch, and estimates from them (docs/wire-format.md, codec 6).
 #pragma once
 
 #include "kernels.h"
@@ -16,8 +16,10 @@ struct SketchTable {
     uint64_t seed;
 };
 
-// Writes the estimates of the entries first … first + n - 1.
 struct SketchKernels {
+    // Adds the entries first … first + n - 1, each with its sign, to the cells of a row with this seed.
+    void (*add)(const float* u, uint64_t first, size_t n, uint64_t seed, uint32_t columns, double* cells);
+    // Writes the estimates of these entries.
     void (*estimates)(const SketchTable& table, uint64_t first, size_t n, float* out);
 };
 
@@ -29,6 +31,10 @@ extern const SketchKernels avx2_sketch, avx512_sketch;
 inline constexpr const SketchKernels& neon_sketch = portable_sketch;
 #endif
 
+// The sums of each part of so many entries are made by themselves and then added up.
+constexpr size_t kSketchPart = 1 << 20;
+
+void sketch_cells(const float* u, size_t n, int rows, uint32_t columns, uint64_t seed, double* cells, int threads);
 void sketch_estimates(const SketchTable& table, uint64_t first, size_t n, float* out, int threads);
 
 }  // namespace gradwire

@@ -3,6 +3,6 @@
 #include "sketch_loops.h"
 
 namespace gradwire {
-const SketchKernels avx2_sketch = {sketch_estimates_any};
+const SketchKernels avx2_sketch = {sketch_add_any, sketch_estimates_any};
 }  // namespace gradwire
 #endif

@@ -3,6 +3,6 @@
 #include "sketch_loops.h"
 
 namespace gradwire {
-const SketchKernels avx512_sketch = {sketch_estimates_any};
+const SketchKernels avx512_sketch = {sketch_add_any, sketch_estimates_any};
 }  // namespace gradwire
 #endif

@@ -34,16 +34,42 @@ inline float cell(const uint8_t* cells, size_t i) {
     return x;
 }
 
+// The hashes of up to kSketchBlock entries in one row.
+struct Hashes {
+    uint32_t column[kSketchBlock], sign[kSketchBlock];  // the sign as the highest bit
+
+    void make(uint64_t first, size_t n, uint64_t seed, uint32_t columns) {
+        const uint32_t key1 = mix(uint32_t(seed) ^ 0x9e3779b9u ^ mix(uint32_t(first >> 32)));
+        const uint32_t key2 = mix(key1 ^ uint32_t(seed >> 32)), low = uint32_t(first);
+        for (size_t i = 0; i < n; i++) sign[i] = mix(mix((low + uint32_t(i)) ^ key1) + key2) >> 8;
+        for (size_t i = 0; i < n; i++) column[i] = uint32_t((uint64_t(sign[i] >> 1) * columns) >> 23);
+        for (size_t i = 0; i < n; i++) sign[i] <<= 31;
+    }
+};
+
+// How many of n entries from `first` on can be hashed at once.
+inline size_t hashed_at_once(uint64_t first, size_t n) {
+    return size_t(std::min<uint64_t>({n, kSketchBlock, (uint64_t(1) << 32) - uint32_t(first)}));
+}
+
+[[maybe_unused]] void sketch_add_any(const float* u, uint64_t first, size_t n, uint64_t seed, uint32_t columns,
+                                     double* cells) {
+    Hashes hashes;
+    float signed_[kSketchBlock];
+    for (size_t m; n; first += m, u += m, n -= m) {
+        m = hashed_at_once(first, n);
+        hashes.make(first, m, seed, columns);
+        for (size_t i = 0; i < m; i++) signed_[i] = as_float(as_bits(u[i]) ^ hashes.sign[i]);
+        for (size_t i = 0; i < m; i++) cells[hashes.column[i]] += double(signed_[i]);
+    }
+}
+
 template <bool Half>
 inline void row_estimates(const SketchTable& table, int row, uint64_t first, size_t n, float* out) {
-    const uint64_t seed = table.seed + uint64_t(row);
-    const uint32_t key1 = mix(uint32_t(seed) ^ 0x9e3779b9u ^ mix(uint32_t(first >> 32)));
-    const uint32_t key2 = mix(key1 ^ uint32_t(seed >> 32)), low = uint32_t(first), columns = table.columns;
-    const uint8_t* cells = table.cells + size_t(row) * columns * (Half ? 2 : 4);
-    uint32_t hash[kSketchBlock], column[kSketchBlock];
-    for (size_t i = 0; i < n; i++) hash[i] = mix(mix((low + uint32_t(i)) ^ key1) + key2) >> 8;
-    for (size_t i = 0; i < n; i++) column[i] = uint32_t((uint64_t(hash[i] >> 1) * columns) >> 23);
-    for (size_t i = 0; i < n; i++) out[i] = as_float(as_bits(cell<Half>(cells, column[i])) ^ (hash[i] << 31));
+    const uint8_t* cells = table.cells + size_t(row) * table.columns * (Half ? 2 : 4);
+    Hashes hashes;
+    hashes.make(first, n, table.seed + uint64_t(row), table.columns);
+    for (size_t i = 0; i < n; i++) out[i] = as_float(as_bits(cell<Half>(cells, hashes.column[i])) ^ hashes.sign[i]);
 }
 
 // Sorts the rows entry by entry, neighbours against neighbours, and copies the one in the middle.
@@ -63,8 +89,7 @@ inline void median_of_rows(float (*rows)[kSketchBlock], int count, size_t n, flo
 [[maybe_unused]] void sketch_estimates_any(const SketchTable& table, uint64_t first, size_t n, float* out) {
     float rows[kMostSketchRows][kSketchBlock];
     while (n) {
-        const uint64_t up_to_next = (uint64_t(1) << 32) - uint32_t(first);
-        const size_t m = size_t(std::min<uint64_t>({n, kSketchBlock, up_to_next}));
+        const size_t m = hashed_at_once(first, n);
         for (int row = 0; row < table.rows; row++)
             table.half ? row_estimates<true>(table, row, first, m, rows[row])
                        : row_estimates<false>(table, row, first, m, rows[row]);

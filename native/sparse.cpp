@@ -262,6 +262,40 @@ size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool tw
     return s.count;
 }
 
+void select_made(size_t count, size_t wanted, size_t block, const Make& make, Candidates& found) {
+    found.wanted = wanted;
+    found.low = 1;
+    if (count >= kSmall && wanted <= count / 4) {
+        const size_t runs = std::min(kSampleRuns, count / (4 * kRun));
+        std::vector<float> seen(runs * kRun);
+        for (size_t r = 0; r < runs; r++) make(r * (count / runs), kRun, seen.data() + r * kRun);
+        found.low = guess(seen, wanted, count, seen.size());
+    }
+    const Scan scan = GRADWIRE_IN_USE(scan);
+    alignas(64) uint32_t index[kScanRoom];
+    alignas(64) float value[kScanRoom];
+    std::vector<float> made(std::min(count, block));
+    for (bool again = true; again;) {
+        const uint32_t guessed = found.low;
+        found.least_kept = guessed;
+        found.count = 0;
+        for (size_t first = 0; first < count; first += made.size()) {
+            const size_t n = std::min(made.size(), count - first);
+            make(first, n, made.data());
+            for (size_t start = 0; start < n; start += kScanBlock) {
+                const Stream part{made.data() + start, nullptr, nullptr, std::min(kScanBlock, n - start), 0};
+                append(found, first + start, index, value,
+                       scan(part, 1.0f, {found.low, found.low}, index, value).count);
+                if (found.count / 2 > std::max(wanted, kScanBlock)) found.prune();
+            }
+        }
+        again = found.count < wanted && guessed > 1;  // too high
+        if (again) found.low = 1;
+    }
+    found.reserve_block();
+    found.prune();
+}
+
 Found portable_scan(const Stream& s, float decay, Lows low, uint32_t* index, float* value) {
     constexpr size_t kTogether = 64;  // most of them hold nothing of interest, and their loops vectorise
     size_t n = 0;

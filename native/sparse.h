@@ -5,6 +5,7 @@
 // and NaN above all others: so these are always among the found ones, and cost no test on the way.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "kernels.h"
@@ -84,6 +85,12 @@ scratch();  // two of this thread's, whose memory is kept: fresh pages cost more
 // place, which one thread does.
 size_t select(const Stream& s, float decay, size_t wanted, uint32_t low, bool two_sided, Candidates* sides,
               int threads);
+
+// Writes n numbers from the first one on: of those that are made when they are looked at.
+using Make = std::function<void(size_t first, size_t n, float* out)>;
+
+// The `wanted` largest magnitudes of `count` finite numbers, zeros left out, of which `block` are made at a time.
+void select_made(size_t count, size_t wanted, size_t block, const Make& make, Candidates& found);
 
 double sum_magnitudes(const float* values, size_t n);  // eight partial sums, always the same ones
 

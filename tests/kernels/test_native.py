@@ -338,6 +338,37 @@ def test_replace(count, many, one, seed):
         assert bits(out) == bits(expected)
 
 
+@given(
+    count=st.sampled_from([1, 30, 700, 5000, 40_000]), rows=st.sampled_from([1, 3, 5, 7]), half=st.booleans(),
+    share=st.sampled_from([0.001, 0.01, 0.3, 1.0]), spread=st.integers(1, 40), ties=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+)  # fmt: skip
+def test_sketches(count, rows, half, share, spread, ties, seed):
+    u = gradient(count, count)
+    u = (u * 50).round() if ties else u
+    columns, kept = max(1, count // spread), max(1, int(share * count))
+    plain = reference.sketch_cells(u, rows, columns, seed)
+    cells = (plain.half() if half else plain.float()).numpy()
+    positions, estimates = reference.sketch_largest(cells, count, kept, seed)
+    for name in each_set():
+        assert bits(native.sketch_cells(u, rows, columns, seed)) == bits(plain), name
+        found = native.sketch_largest(cells, count, kept, seed)
+        assert (bits(found[0]), bits(found[1])) == (bits(positions), bits(estimates)), name
+
+
+def test_cells_of_large_tensors(monkeypatch):
+    """Sums of each part are made by themselves and then added up; rows are shared by threads."""
+    u = gradient(2_200_000, 8)
+    plain = reference.sketch_cells(u, 3, 1001, 9)
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda many=threads: many)
+        for name in each_set():
+            assert bits(native.sketch_cells(u, 3, 1001, 9)) == bits(plain), name
+            cells = plain.float().numpy()
+            found, expected = (of.sketch_largest(cells, len(u), 9000, 9) for of in (native, reference))
+            assert all(bits(a) == bits(b) for a, b in zip(found, expected, strict=True)), name
+
+
 # ── conversion and coding in one pass ─────────────────────────────────────────────────────────────
 
 

@@ -245,6 +245,16 @@ def call_selections(rng: Rng) -> None:
     native.replace(torch.zeros(count, dtype=torch.float32), places, gradient(len(places), 3))
 
 
+def call_sketches(rng: Rng) -> None:
+    count, rows, seed = int(rng.choice([7, 3000, 40_000])), int(rng.choice([1, 3, 5, 7])), int(rng.integers(2**63))
+    u = gradient(count, count)
+    if rng.random() < 0.3:
+        u = (u * 100).round()  # many ties and zeros
+    cells = native.sketch_cells(u, rows, max(1, count // 20), seed).float()
+    kept = int(rng.integers(1, count + 1) * rng.choice([1.0, 0.01])) or 1
+    native.sketch_largest((cells.half() if rng.random() < 0.5 else cells).numpy(), count, kept, seed)
+
+
 def call_rows(rng: Rng) -> None:
     count, widths = int(rng.integers(1, 9)), rng.integers(1, 50, 2)
     dtypes = [[torch.float32, torch.bfloat16][rng.integers(2)] for _ in range(2)]
@@ -297,8 +307,8 @@ def call_classes(rng: Rng) -> None:
 
 
 CORNERS: list[Callable[[Rng], None]] = [
-    call_small_floats, call_tables, call_grids, call_levels, call_selections, call_rows, call_homomorphic,
-    call_classes,
+    call_small_floats, call_tables, call_grids, call_levels, call_selections, call_sketches, call_rows,
+    call_homomorphic, call_classes,
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 
 from gradwire import kernels
 from gradwire.convert.blocks import blocks, combine
-from gradwire.convert.conversion import Conversion, Converter, limit_to, require_finite
+from gradwire.convert.conversion import Conversion, Converter, in_host_memory, limit_to, require_finite
 from gradwire.errors import FrameError
 from gradwire.frame.byte_fields import Reader, varint
 from gradwire.frame.headers import SKETCH, Header
@@ -25,23 +25,13 @@ ROWS = (1, 3, 5, 7)
 MOST_COLUMNS = 1 << 23  # hashes have that many values
 MOST_ENTRIES_PER_CELL = 1 << 20  # that an encoder may choose: ratio goes up to a million
 MASK = (1 << 64) - 1
+FEW = 80  # a decoder remembers the largest estimates if they are at most one of so many; each takes up to 72 bytes
 DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and bits of the digits of a magnitude, the highest first
 
 
-def largest(estimates: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the indexes of the `kept` largest magnitudes, the largest first; among equals, the lowest index first."""
-    magnitude = estimates.abs()
-    threshold = torch.kthvalue(magnitude, len(estimates) - kept + 1).values
-    index = torch.nonzero(magnitude >= threshold).flatten()  # ties may make it too many
-    order = torch.sort(magnitude[index], descending=True, stable=True).indices
-    return index[order[:kept]]
-
-
-def scaled(estimates: torch.Tensor, index: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return scale × these estimates as numbers of the dtype, and 0 elsewhere."""
-    out = torch.zeros(len(estimates), dtype=dtype, device=estimates.device)
-    out[index] = limit_to(estimates[index] * torch.tensor(scale, dtype=torch.float32, device="cpu"), dtype) + 0  # no −0
-    return out
+def sent_values(estimates: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return scale × estimates as fp32 numbers that the dtype holds, as a receiver decodes them; no −0."""
+    return limit_to(estimates * torch.tensor(scale, dtype=torch.float32, device="cpu"), dtype).float() + 0
 
 
 def best_scale(exact: torch.Tensor, estimates: torch.Tensor) -> float:
@@ -50,8 +40,9 @@ def best_scale(exact: torch.Tensor, estimates: torch.Tensor) -> float:
     If a tensor has no large entries, the largest estimates are those with the most noise. Sent as they are, they would
     add more error than they remove, and the error memory would grow without end. Scaled, they never do.
     """
-    square = float(estimates.double().square().sum())
-    best = float((exact.double() * estimates.double()).sum()) / square if square else 0.0
+    kept = in_host_memory(estimates.double())
+    square = float(np.square(kept).sum())  # numpy's sums do not depend on the number of threads
+    best = float((in_host_memory(exact.double()) * kept).sum()) / square if square else 0.0
     return float(np.float32(min(max(best, 0.0), 1.0))) + 0.0
 
 
@@ -59,7 +50,7 @@ class CountSketch(Converter):
     """A table of hashed sums, of which the decoder keeps the largest estimates."""
 
     wire_id = SKETCH
-    families = ("quantize", "sketch")
+    families = ("quantize", "sketch", "sparse")
     stochastic = True
     selects = stores_tiny = True
 
@@ -76,14 +67,16 @@ class CountSketch(Converter):
         exact = kernels.sketch_cells(u, self.rows, columns, seed)
         limit = torch.finfo(torch.float32).max
         cells = limit_to(exact.clamp(-limit, limit).float(), self.precision)
-        estimates = kernels.sketch_estimates(cells.numpy(), conversion.count, seed)
-        index = largest(estimates, min(conversion.count, math.ceil(self.p * conversion.count)))
-        scale = best_scale(u[index], estimates[index])
+        kept = min(conversion.count, math.ceil(self.p * conversion.count))
+        index, estimates = kernels.sketch_largest(cells.numpy(), conversion.count, kept, seed)
+        scale = best_scale(u[index], estimates)
         if conversion.memory_out is not None:
-            torch.sub(u, scaled(estimates, index, scale, conversion.dtype).float(), out=conversion.memory_out)
-            conversion.memory_out.clamp_(-limit, limit)  # an estimate of the largest number may have the wrong sign
+            left = u[index] - sent_values(estimates, scale, conversion.dtype)
+            conversion.memory_out.copy_(u)
+            # An estimate may have the wrong sign, and then it is up to twice as far away as fp32 reaches.
+            kernels.replace(conversion.memory_out, index, left.clamp(-limit, limit))
         side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
-        side += varint(columns) + varint(len(index)) + struct.pack("<fQ", scale, seed)
+        side += varint(columns) + varint(kept) + struct.pack("<fQ", scale, seed)
         body = cells.reshape(-1).view(torch.uint8)
         out[: len(side)] = torch.frombuffer(bytearray(side), dtype=torch.uint8)
         out[len(side) : len(side) + len(body)] = body
@@ -96,6 +89,11 @@ def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float
     if not header.dtype.is_floating_point or not count:
         raise FrameError("sketch of a dtype or size that is always stored")
     cells, kept, scale, seed = read_table(Reader(memoryview(payload)), count)
+    if kept <= count // FEW:
+        index, found = kernels.sketch_largest(cells, count, kept, seed)
+        values = sent_values(found, scale, header.dtype)
+        kernels.scatter(out, index, values if weight == 1 else values.to(out.dtype) * weight, accumulate)
+        return
     estimates = _Estimates(
         cells, count, seed, out if out.dtype == torch.float32 and out.is_cpu and not accumulate else None
     )

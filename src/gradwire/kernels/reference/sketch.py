@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from gradwire.kernels.reference.generator import uniform
+from gradwire.kernels.reference.sparse import select
 
-__all__ = ["sketch_cells", "sketch_estimates"]
+__all__ = ["sketch_cells", "sketch_estimates", "sketch_largest"]
 
 BLOCK = 1 << 20  # entries hashed at a time by an encoder
 PART = 1 << 13  # and by a decoder, which must not take much memory
@@ -23,7 +24,10 @@ def hashed(
 
 
 def sketch_cells(u: torch.Tensor, rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Add every entry, with a hashed sign, to one hashed cell of each row; returns rows × columns sums in fp64."""
+    """Add every entry, with a hashed sign, to one hashed cell of each row; returns rows × columns sums in fp64.
+
+    Entries are added in order, those of each block to zero, and the sums of the blocks to those of the ones before.
+    """
     cells = np.zeros((rows, columns))
     for start in range(0, u.numel(), BLOCK):
         part = u[start : start + BLOCK].double()
@@ -51,3 +55,20 @@ def sketch_estimates(
             estimates.append(torch.from_numpy(cells[row][column.numpy()].astype(np.float32)) * sign)
         out[first:last] = torch.stack(estimates).median(dim=0).values
     return out
+
+
+def sketch_largest(cells: np.ndarray, count: int, kept: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `kept` of `count` estimates with the largest magnitudes: their positions (int64, ascending), and they.
+
+    Among equal magnitudes the lowest positions come first. Zeros are left out, so that there may be fewer.
+    """
+    positions = torch.empty(0, dtype=torch.int64, device="cpu")
+    values = torch.empty(0, dtype=torch.float32, device="cpu")
+    for first in range(0, count, PART):
+        last = min(count, first + PART)
+        values = torch.cat([values, sketch_estimates(cells, last - first, seed, first)])
+        positions = torch.cat([positions, torch.arange(first, last, device="cpu")])
+        if last == count or len(values) > 2 * max(kept, PART):
+            _, best, values = select(values, None, None, 1.0, kept)
+            positions = positions[best]
+    return positions, values
