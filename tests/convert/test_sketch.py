@@ -46,6 +46,18 @@ def test_error_feedback_conserves_what_receivers_decode(spec: str) -> None:
         check_contract_3(gradwire.decode(frame), memory, grad, before, 0.9)
 
 
+def test_a_memory_of_its_own_place_is_the_one_that_is_updated_in_place() -> None:
+    codec, grad, memory = gradwire.codec("countsketch"), gradient(3000, 2), gradient(3000, 4)
+    for decay in (1.0, 0.9):
+        updated, written = memory.clone(), torch.empty(3000)
+        frames = [
+            encode_into(codec, grad, residual=updated, decay=decay, seed=1),
+            encode_into(codec, grad, residual=memory, residual_out=written, decay=decay, seed=1),
+        ]
+        assert frames[0] == frames[1]
+        check_same(updated, written)
+
+
 def test_large_entries_are_found() -> None:
     x = gradient(20_000, 1)
     heavy = torch.arange(17, 20_000, 1999)

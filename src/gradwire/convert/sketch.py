@@ -60,7 +60,7 @@ class CountSketch(Converter):
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
-        u = conversion.compensated()
+        u = _compensated(conversion)
         require_finite(u)  # a memory that is not would spoil the frame
         columns = min(max(1, int(conversion.count / (self.ratio * self.rows))), MOST_COLUMNS, conversion.count)
         seed = conversion.seed & MASK
@@ -72,7 +72,8 @@ class CountSketch(Converter):
         scale = best_scale(u[index], estimates)
         if conversion.memory_out is not None:
             left = u[index] - sent_values(estimates, scale, conversion.dtype)
-            conversion.memory_out.copy_(u)
+            if u is not conversion.memory_out:
+                conversion.memory_out.copy_(u)
             # An estimate may have the wrong sign, and then it is up to twice as far away as fp32 reaches.
             kernels.replace(conversion.memory_out, index, left.clamp(-limit, limit))
         side = bytes([self.rows | list(PRECISIONS.values()).index(self.precision) << 4])
@@ -81,6 +82,15 @@ class CountSketch(Converter):
         out[: len(side)] = torch.frombuffer(bytearray(side), dtype=torch.uint8)
         out[len(side) : len(side) + len(body)] = body
         return len(side) + len(body)
+
+
+def _compensated(conversion: Conversion) -> torch.Tensor:
+    """Return u, in the place of the new memory if there is one: fresh pages cost more than what is written to them."""
+    memory, place = conversion.memory, conversion.memory_out
+    if memory is None or place is None or conversion.in_place:
+        return conversion.compensated()
+    limit = torch.finfo(torch.float32).max
+    return torch.mul(memory, conversion.decay, out=place).add_(conversion.gradient).clamp_(-limit, limit)
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:
