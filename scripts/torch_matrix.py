@@ -63,9 +63,9 @@ def environment(version: str, folder: Path, index: str | None) -> Path:
         torch = "torch" if version == "newest" else f"torch=={version}"
         subprocess.run([*pip, *(["--index-url", index] if index else []), torch], check=True)
         subprocess.run([*pip, "scikit-build-core", "nanobind", "cmake", "ninja"], check=True)
-        found = subprocess.run(
-            [str(python), "-c", "import torch; print(torch.__version__)"], check=True, capture_output=True, text=True
-        )
+        # As pip has it: torch says 2.8.0+cu128 of itself where the installed version is 2.8.0.
+        version_of_pip = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+        found = subprocess.run([str(python), "-c", version_of_pip], check=True, capture_output=True, text=True)
         exact = home / "constraints.txt"  # what else is installed has to take this torch
         exact.write_text(f"torch=={found.stdout.strip()}\n")
         in_place = ["--no-build-isolation", "-C", f"build-dir={home}/build", "-e", f"{ROOT}[test]"]
