@@ -97,28 +97,28 @@ def _slowest(codec: int, dtype: torch.dtype, segmented: bool, adds: bool, count:
     slowest, way = 0.0, "add" if adds else "decode"
     for spec in HONEST[codec][: 1 if segmented else None]:
         for every in (1,) if segmented else (1, 1000):
-            frame = _honest_frame(spec.format(count), dtype, count, every, segmented)
+            frame = honest_frame(spec.format(count), dtype, count, every, segmented)
             runs = [cost_of(lambda frame=frame: decode(frame, way), small=True).seconds for _ in range(3)]
             slowest = max(slowest, min(runs[1:]))
     return slowest
 
 
 @functools.cache
-def _honest_frame(spec: str, dtype: torch.dtype, count: int, every: int, segmented: bool) -> bytes:
+def honest_frame(spec: str, dtype: torch.dtype, count: int, every: int, segmented: bool) -> bytes:
     tensor = (gradient(count, 1) * (torch.arange(count) % every == 0)).to(dtype)
     if segmented:  # of one entry each; levels join those that are shorter than four
         length = 4 if "levels" in spec else 1
         return encode_into(gradwire.codec(spec), tensor, segments=[length] * (count // length))
     if spec.startswith("structured"):  # vectors of this size may be grids: matrices of a low rank, or kernels
-        return gradwire.codec(spec).encode(_structured(tensor))
+        return gradwire.codec(spec).encode(_structured(tensor.float()).to(dtype))  # a header may say bool
     return gradwire.codec(spec).encode(tensor)
 
 
 def _structured(tensor: torch.Tensor) -> torch.Tensor:
     if bool((tensor == 0).any()):
-        return (torch.ones(16, 16) * tensor[: len(tensor) // 256, None, None]).to(tensor.dtype)[:, None]
+        return (torch.ones(16, 16) * tensor[: len(tensor) // 256, None, None])[:, None]
     rows = tensor[: len(tensor) // 64 * 64].reshape(-1, 64)
-    return (rows + 0.5 * rows.abs().max() * rows[:, :1].sign() * rows[:1].sign()).to(tensor.dtype)
+    return rows + 0.5 * rows.abs().max() * rows[:, :1].sign() * rows[:1].sign()
 
 
 def decode(frame: bytes, way: str) -> bool:
