@@ -118,6 +118,32 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
         run_file.load(path)
 
 
+def test_a_packed_archive_is_refused(tmp_path: Path) -> None:
+    """80 MB of zeros are 80 kB of it, and torch.load would unpack them."""
+    plain, packed = tmp_path / "run.pt", tmp_path / "packed.pt"
+    run_file.save(plain, a_checkpoint())
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name))
+    assert torch.load(packed, weights_only=True)["step"] == 12  # it would have worked
+    with pytest.raises(CheckpointError, match="is packed"):
+        run_file.load(packed)
+
+
+def test_an_archive_whose_entries_lie_in_each_other_is_refused(tmp_path: Path) -> None:
+    """Many names of the same bytes are many tensors, each with memory of its own."""
+    path = tmp_path / "run.pt"
+    run_file.save(path, a_checkpoint())
+    with zipfile.ZipFile(path, "a") as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        archive.filelist += [largest] * 50
+        archive.comment = b"written anew"
+    with zipfile.ZipFile(path) as archive:
+        assert len(archive.infolist()) > 50
+    with pytest.raises(CheckpointError, match="damaged"):
+        run_file.load(path)
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     with pytest.raises(CheckpointError, match="No such file"):
