@@ -142,6 +142,15 @@ def test_arguments_of_another_kind_are_refused_in_words(gradients, options, mess
         gradwire.allocate(gradients, **options)
 
 
+def test_a_parameter_without_entries_takes_nothing():
+    weight = heavy(5000)
+    spec = gradwire.allocate({"none": torch.empty(0), "weight": weight}, 1000)
+    assert set(spec) == {"none", "weight"} and spec["weight"] == gradwire.allocate({"weight": weight}, 1000)["weight"]
+    assert set(gradwire.allocate({"none": torch.empty(0, 3), "bias": heavy(50)}, 1000)) == {"none", "bias"}
+    with pytest.raises(GradwireError, match="no gradients"):
+        gradwire.allocate({"none": torch.empty(0)}, 1000)
+
+
 def test_complex_gradients_share_the_budget():
     weight = torch.randn(40, 60, dtype=torch.complex64)
     spec = gradwire.allocate({"a": weight, "b": torch.randn(3, dtype=torch.complex64)}, 4000)

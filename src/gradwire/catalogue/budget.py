@@ -137,8 +137,10 @@ def _layers(gradients: Mapping[str, torch.Tensor]) -> list[Layer]:
             small[name] = entries.reshape(-1).float().cpu()
         else:
             layers.append(_layer([name], entries, ()))
-    if small:
+    if any(part.numel() for part in small.values()):
         layers.append(_layer(list(small), torch.cat(list(small.values())), tuple(t.numel() for t in small.values())))
+    elif layers:  # parameters without entries, for which any recipe will do
+        layers[0].names.extend(small)
     if not layers:
         raise GradwireError("there are no gradients to share the budget")
     return layers
