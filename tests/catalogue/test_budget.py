@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -163,3 +164,13 @@ def test_zeros_and_riches():
     assert rate_of(spec["a[[]0].w"]) == 8  # names are patterns to ddp.attach: brackets are escaped
     assert str(recipe_of_name("a[0].w", parse_spec(spec))) == spec["a[[]0].w"]
     assert Layer(["x"], torch.zeros(5000), (), torch.empty(0).numpy(), torch.empty(0).numpy()).rate(1.0) == 0.001
+
+
+def test_gradients_that_are_decoded_means_are_warned_of() -> None:
+    gradients = {"a": torch.randn(20_000, generator=torch.Generator().manual_seed(3))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradwire.allocate(gradients, budget=12_000)
+    decoded = {name: gradwire.decode(gradwire.codec("co3").encode(gradient)) for name, gradient in gradients.items()}
+    with pytest.warns(UserWarning, match="the gradient of 'a' has so few different values .* before attach"):
+        gradwire.allocate(decoded, budget=12_000)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -32,6 +33,7 @@ from gradwire.errors import GradwireError
 LEAST_RATE, MOST_RATE = 0.001, 8.0
 STRIDE = 1 / 8  # of log₂ of the step
 ENOUGH = 0.975  # of the budget
+REACHED = 0.8  # of a rate, by gradients like those that follow
 
 
 @dataclass
@@ -64,7 +66,8 @@ def allocate(
 ) -> dict[str, str]:
     """A spec for `ddp.attach` with which the frames of these gradients take at most `budget` bytes, and nearly that.
 
-    The gradients are by parameter name, as `{n: p.grad for n, p in model.named_parameters()}` after a backward pass.
+    The gradients are by parameter name, as `{n: p.grad for n, p in model.named_parameters()}` after a backward pass
+    that nothing has compressed: decoded means have few different values, which look cheap.
     Layers in which a bit buys little may get next to nothing; `floor` is the rate, in bits an entry, of which none
     gets less. What is left of the budget beyond a rate of 8 is not used.
     """
@@ -91,11 +94,26 @@ def allocate(
                 break
         else:
             low = middle
+    _warn_of_few_values(layers, chosen, decay)
     return {
         glob.escape(name): str(recipe(f"ecq:rate={rate},decay={decay}"))
         for layer, rate in zip(layers, chosen, strict=True)
         for name in layer.names
     }
+
+
+def _warn_of_few_values(layers: list[Layer], rates: list[float], decay: float) -> None:
+    """Warn where a rate is not reached, so that gradients with more different values take more than the budget."""
+    for layer, rate in zip(layers, rates, strict=True):
+        bits = 8 * layer.frame_bytes(_codec(rate, decay)) / layer.tensor.numel()
+        if len(layer.slopes) and bits < REACHED * rate:
+            warnings.warn(
+                f"the gradient of {layer.names[0]!r} has so few different values that it takes {bits:.2g} bits an "
+                f"entry at a rate of {rate:g}, and others will take more than the budget: if it is a decoded mean, "
+                "measure gradients that nothing has compressed, of a backward pass before attach or under no_sync()",
+                stacklevel=3,
+            )
+            return
 
 
 def _check_arguments(gradients: object, budget: object, floor: object, decay: object) -> None:
