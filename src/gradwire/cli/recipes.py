@@ -11,6 +11,9 @@ from typer import Argument
 
 from gradwire.catalogue import all_recipes, parse_recipe
 
+AFTERWARDS = "Beside them there is auto, which tries some of them on your link and keeps the fastest."
+MEANINGS = "docs/recipes.md says what the parameters mean."
+
 
 def recipes(
     name: Annotated[str | None, Argument(help="One of them, with its parameters and defaults. Default: all.")] = None,
@@ -32,9 +35,13 @@ def recipes(
             table.add_row(entry.name, entry.description, entry.paper)
     else:
         chosen = parse_recipe.recipe(name)
-        table = Table(title=chosen.entry.description, caption=chosen.entry.paper, box=box.SIMPLE_HEAD)
+        console.print(f"{chosen.entry.name}: {chosen.entry.description}")
+        if chosen.entry.paper:
+            console.print(chosen.entry.paper)
+        table = Table(box=box.SIMPLE_HEAD)
         table.add_column("parameter")
         table.add_column("value")
         for key, value in chosen.values.items():
             table.add_row(key, str(value))
     console.print(table)
+    console.print(AFTERWARDS if name is None else MEANINGS)

@@ -15,6 +15,10 @@ from gradwire.cli.progress import plural
 from gradwire.cli.written_file import write_file
 
 PHASES = ("compute", "encode", "wait", "decode")
+MEAN_OF_ONE_MACHINE = (
+    "mean over steps and workers, which share this machine: there is no thin link between them, "
+    "so that compression costs time here (steps on thin links: docs/results.md)"
+)
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -34,7 +38,7 @@ def show(summary: dict[str, Any]) -> None:
         *("frame\nbytes", "wire bytes\nsent", "fp32 /\nframe", *([] if layers else ["bits per\nparameter"])),
         names=names,
     )
-    times = table("Milliseconds per step", "mean over steps and workers", "total", *PHASES, names=names)
+    times = table("Milliseconds per step", MEAN_OF_ONE_MACHINE, "total", *PHASES, names=names)
     for run in runs:
         results.add_row(
             *(run[name] for name in names),

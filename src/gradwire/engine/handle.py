@@ -19,6 +19,10 @@ class Handle:
     def __init__(self, gradients: Gradients):
         self.gradients = gradients
 
+    def __repr__(self) -> str:
+        """Return what is in use, as it would be typed."""
+        return f"<gradwire: {self.recipe}, aggregate={self.aggregate}>"
+
     @property
     def recipe(self) -> str:
         """The spec in use, of one name or by patterns; with `auto` its choice, such as "exact" for plain all-reduce."""

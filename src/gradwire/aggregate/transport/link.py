@@ -42,7 +42,10 @@ class Link:
     def __init__(self, group: dist.ProcessGroup | None = None):
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
         if group is None:
-            raise AggregateError("no process group: call torch.distributed.init_process_group first")
+            raise AggregateError(
+                "no process group: start the script with torchrun (--nproc-per-node 1 for one process), and call "
+                "torch.distributed.init_process_group in it first"
+            )
         if not isinstance(group, dist.ProcessGroup):  # torch gives ranks that are not in a new group something else
             raise AggregateError(
                 f"{group!r} is no process group that this rank is in: leave this rank out, or pass another"
