@@ -22,7 +22,8 @@ from networks import NETWORKS, make_model
 COMPUTE = "compute only"
 # On Gloo PowerSGD may abort where DDP has several buckets, since their collectives meet in any order.
 FRAGILE, IN_ONE_BUCKET = "PowerSGD rank 1", "PowerSGD rank 1, one bucket"
-PEERS = ("plain DDP", "fp16 hook", FRAGILE, IN_ONE_BUCKET)
+PLAIN_DDP, FP16_HOOK = "plain DDP", "fp16 hook"
+PEERS = (PLAIN_DDP, FP16_HOOK, FRAGILE, IN_ONE_BUCKET)
 CODECS = ("co3", "sbc", "auto", "auto:error=1")
 FRONTS = ("attach", "DataParallel")
 
@@ -55,7 +56,7 @@ class Contestant:
         if self.name in PEERS or self.front == "attach":
             cap = 1000 if self.name == IN_ONE_BUCKET else None
             self.network = DistributedDataParallel(self.network, bucket_cap_mb=cap)
-        if self.name == "fp16 hook":
+        if self.name == FP16_HOOK:
             self.network.register_comm_hook(None, fp16_compress_hook)
         elif self.name in (FRAGILE, IN_ONE_BUCKET):
             state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)

@@ -7,7 +7,8 @@ Two ranks, each a host of its own on a link of that rate (benchmarks/hosts.py: L
 momentum 0.9, one thread a rank. Each recipe takes turns with co3, so that both meet the same noise of a shared machine;
 its time is that of its median step over that of co3's in these turns. A recipe that sends more bytes than co3 may take
 longer for that reason alone: "without its bytes" is the same ratio without the time that the link needs for the bytes
-beyond co3's. Recipes with a warm-up are measured after it. The processor's time is that of one rank and step.
+beyond co3's. Recipes with a warm-up are measured after it. The processor's time is that of one rank and step, and so
+are the parts of it that encoding and decoding take. Plain DDP and PyTorch's own fp16 hook stand in the first rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from typing import Any
 
 import gradwire
-from contestants import COMPUTE
+from contestants import COMPUTE, FP16_HOOK, PLAIN_DDP
 from hosts import Hosts, bits_per_second
 from link import FIRST_PORT, Entry
 from link_report import RESULTS, progress
@@ -31,8 +32,8 @@ TURN = 5  # steps, unless they take long
 LONG = 0.4  # seconds of a turn
 MOST = 1.3  # times co3's step
 COLUMNS = (
-    "", "ms", "co3 beside it", "× co3", "processor", "encoding", "decoding", "MB sent", "link for more bytes than co3",
-    "× co3 without its bytes",
+    "", "ms", "co3 beside it", "× co3", "processor", "× co3's", "encoding", "decoding", "MB sent",
+    "link for more bytes than co3", "× co3 without its bytes",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -83,12 +84,13 @@ def line(name: str, found: Row, rate: str) -> str:
     row, beside = found["row"], found["beside"]
     spec = f'`attach(model, "{name.split()[1]}")`' if name.startswith("attach") else name
     if "ms" not in row:
-        return f"| {spec} | {row['failed'][:100]} | | | | | | | | |"
+        return f"| {spec} | {row['failed'][:100]} | | | | | | | | | |"
     times, link, without = ratios(found, rate)
     total, encode, decode = row["busy_ms"]
-    cells = [spec, f"{row['ms']:.1f}", f"{beside['ms']:.1f}", f"**{times:.2f}**", f"{total:.1f}", f"{encode:.1f}"]
-    cells += [f"{decode:.1f}", f"{row['interface_bytes_per_step'] / 1e6:.3f}"]
-    cells += [f"{link:.1f}" if link >= 1 else "", f"{without:.2f}" if link >= 1 else ""]
+    cells = [spec, f"{row['ms']:.1f}", f"{beside['ms']:.1f}", f"**{times:.2f}**", f"{total:.1f}"]
+    cells += [f"{total / beside['busy_ms'][0]:.2f}", f"{encode:.1f}", f"{decode:.1f}"]
+    cells += [f"{row['interface_bytes_per_step'] / 1e6:.3f}"]
+    cells += [f"{link:.1f}", f"{without:.2f}"] if link >= 1 else ["", ""]
     return f"| {' | '.join(cells)} |"
 
 
@@ -116,7 +118,7 @@ def main() -> None:
     with Hosts(2) as hosts:
         hosts.shape(options.rate)
         reference = begin(REFERENCE, hosts, FIRST_PORT, options)
-        for i, name in enumerate([COMPUTE, *(f"attach {recipe}" for recipe in options.recipes)]):
+        for i, name in enumerate([COMPUTE, PLAIN_DDP, FP16_HOOK, *(f"attach {recipe}" for recipe in options.recipes)]):
             progress(name)
             entry = begin(name, hosts, FIRST_PORT + 50 + i, options)
             found[name] = race(entry, reference, options.seconds)
@@ -125,7 +127,7 @@ def main() -> None:
             lines.append(line(name, found[name], options.rate))
             print(lines[-1], flush=True)
         reference.close()
-    lines.append(verdict({name: row for name, row in found.items() if name != COMPUTE}, options.rate))
+    lines.append(verdict({name: row for name, row in found.items() if name.startswith("attach")}, options.rate))
     print(f"{lines[-1]}\n\n{time.monotonic() - start:.0f} s in all")
     if options.save:
         save(lines, options.network)
