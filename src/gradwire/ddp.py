@@ -131,7 +131,12 @@ class State(Gradients):
     def _finish(self) -> None:
         """End the step: all buckets have come."""
         means = self.sparse.finish(self.link)
-        self.finish_step()
+        if self.plain:
+            self.finish_plain_step()
+        else:
+            self.finish_step()
+        if self._plain_buckets is not None:
+            self._plain_buckets.finish()
         for averaged, waiting in self._pending:
             waiting.set_result(averaged)
         for name, waiting in self._pending_sparse:
@@ -171,8 +176,7 @@ class State(Gradients):
         started = self._plain_buckets.start(bucket, halved)
         self.started_plainly(started.work.get_future(), started.buffer, started.sent)
         if bucket.is_last():
-            self.finish_plain_step()
-            self._plain_buckets.finish()
+            self._finish()
         return started.mean
 
     def __reduce__(self) -> Any:

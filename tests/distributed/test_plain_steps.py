@@ -1,4 +1,4 @@
-"""Steps that `auto` leaves uncompressed: they are plain DDP's, bit for bit, whatever wraps the model."""
+"""Steps that `auto` or `none` leaves uncompressed: they are plain DDP's, bit for bit, whatever wraps the model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from support.rank_pool import RankPool, Scenario, named
 from support.ranks import SMALL_BUCKETS, Net, Tensors, check_raises, digest, gathered, loss_of
 
 WORLD = 2
-Make = Callable[[nn.Module], tuple[nn.Module, Handle]]
+Make = Callable[..., tuple[nn.Module, Handle]]
 
 
-def with_ddp(module: nn.Module) -> tuple[nn.Module, Handle]:
+def with_ddp(module: nn.Module, spec: object = "auto", **options: object) -> tuple[nn.Module, Handle]:
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return model, gradwire.ddp.attach(model, "auto")
+    return model, gradwire.ddp.attach(model, spec, **options)
 
 
-def with_data_parallel(module: nn.Module) -> tuple[nn.Module, Handle]:
-    model = gradwire.DataParallel(module, "auto")
+def with_data_parallel(module: nn.Module, spec: object = "auto", **options: object) -> tuple[nn.Module, Handle]:
+    model = gradwire.DataParallel(module, spec, **options)
     return model, model.gradwire
 
 
@@ -127,6 +127,26 @@ def test_memories_of_a_checkpoint_go_with_the_first_step(way: str) -> None:
 
 
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def none_is_all_reduced(rank: int) -> None:
+    """Unless an aggregation of frames was asked for, or a tensor has another recipe."""
+    steps = range(5)
+    expected = digest(plainly_trained(rank, steps))
+    for make in WAYS.values():
+        for spec in ("none", {"*.bias": "none", "*": "none"}):
+            model, handle = make(fresh(), spec)
+            before = handle.stats()
+            assert digest(trained(model, rank, steps)) == expected
+            assert handle.aggregate == "all_reduce" and "none" in handle.recipe
+            check_figures(handle, model, len(steps), before)
+            assert handle.gradients.exchange.messages == 0, "nothing went through the exchange thread"
+        model, handle = make(fresh(), "none", aggregate="all_gather")
+        assert digest(trained(model, rank, steps)) == expected
+        assert handle.aggregate == "all_gather" and handle.gradients.exchange.messages > 0
+        model, handle = make(fresh(), {"*.bias": "none", "*": "co3"})
+        assert digest(trained(model, rank, steps)) != expected
+        assert handle.aggregate == "all_gather"
 
 
 def settled_on_plain(rank: int) -> None:
@@ -228,8 +248,8 @@ def a_peer_that_leaves(rank: int) -> None:
     check_raises(gradwire.AggregateError, "has failed before", lambda: loss_of(model, rank, 2).backward())
 
 
-SCENARIOS = [settled_on_plain, settled_on_bf16, there_and_back, odd_gradients, a_peer_that_leaves]
-QUICK = {"settled_on_plain", "settled_on_bf16", "there_and_back"}
+SCENARIOS = [none_is_all_reduced, settled_on_plain, settled_on_bf16, there_and_back, odd_gradients, a_peer_that_leaves]
+QUICK = {"none_is_all_reduced", "settled_on_plain", "settled_on_bf16", "there_and_back"}
 
 
 @pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))

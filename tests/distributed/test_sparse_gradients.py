@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -56,9 +59,9 @@ def check_alike(model: nn.Module) -> None:
 
 
 def the_same_training_as_without_a_hook(rank: int) -> None:
-    for wrap in (attached, data_parallel):
+    for wrap, spec in itertools.product((attached, data_parallel), (SPEC, "none")):
         results = []
-        for make_model in (DistributedDataParallel, wrap):
+        for make_model in (DistributedDataParallel, functools.partial(wrap, spec=spec)):
             inner = make()
             model = make_model(inner)
             optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)

@@ -31,7 +31,7 @@ class Handle:
 
     @property
     def aggregate(self) -> str:
-        """How frames meet; "sum" where they are added up on their way."""
+        """How frames meet; "sum" where they are added up on their way, "all_reduce" where there are none."""
         return "sum" if self.gradients.recipes.sums_all else self.gradients.exchange.aggregate
 
     def log_to(self, to: Any, every: int = 100, layers: bool = False) -> None:

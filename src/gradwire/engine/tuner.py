@@ -23,8 +23,9 @@ class Tuner:
     """Chooses recipe and aggregation from what the steps took, on all ranks alike.
 
     `target` is the error that `auto` may make, or None where the user has chosen the recipe. The aggregation is chosen
-    only with `open_aggregate`. `under_adam` says whether the optimizer was given and is an Adam. The training's thread
-    calls it between steps; all ranks decide in the same steps.
+    only with `open_aggregate`; where it is open and the recipe sends everything as it is, all-reduce does that best.
+    `under_adam` says whether the optimizer was given and is an Adam. The training's thread calls it between steps; all
+    ranks decide in the same steps.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class Tuner:
         self.link, self.exchange = link, exchange
         self._recipes, self._ledger = exchange.coder.recipes, exchange.coder.ledger
         alone = link.world == 1
-        self._open_aggregate = open_aggregate and exchange.link.world > 2
+        # Hosts that share memories all-reduce in their own way.
+        self._sends_as_is = open_aggregate and exchange.host is None and self._recipes.send_as_is
+        self._open_aggregate = open_aggregate and exchange.link.world > 2 and not self._sends_as_is
         measures = (target is not None and not alone) or self._open_aggregate
         self._speed = Speed.measure(link) if measures else None
         structured = self._speed is not None and structure_may_pay(self._speed, exchange.link.world)
         self._under_adam = measures and self._largest([float(under_adam)]) == [1.0]  # on any rank: all try the same
-        # Hosts that share memories all-reduce in their own way.
         candidates = auto.candidates(exchange.host is None, structured, self._under_adam)
         self.auto = None if target is None else Auto(self._largest, self._plain_seconds, target, candidates, alone)
         self._aggregate = exchange.aggregate  # what every recipe begins with
@@ -46,12 +48,14 @@ class Tuner:
         self._since: dict[str, float] = {"steps": self._ledger.steps}  # figures when the recipe was last changed
         if self.plain:
             self.use(auto.EXACT)
+        if self.auto is not None and self.plain:
             _log.info("auto: plain all-reduce, without a trial, since there is only one rank")
 
     @property
     def plain(self) -> bool:
-        """Whether `auto` has found, or is trying, that nothing beats all-reduce."""
-        return self.auto is not None and self.auto.spec in auto.PLAIN
+        """Whether steps are plain all-reduces: the recipe sends everything as it is, or `auto` has found, or is trying,
+        that nothing beats them."""
+        return self._sends_as_is if self.auto is None else self.auto.spec in auto.PLAIN
 
     @property
     def halves(self) -> bool:

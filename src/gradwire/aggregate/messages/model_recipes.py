@@ -77,6 +77,11 @@ class ModelRecipes:
         return any(getattr(recipe, attribute) for recipe in self.by_pattern.values())
 
     @property
+    def send_as_is(self) -> bool:
+        """Whether every tensor travels as it is."""
+        return all(recipe.name == "none" for recipe in self.by_pattern.values())
+
+    @property
     def sums_all(self) -> bool:
         """Whether all gradients are added up on their way, without being decoded."""
         return all(recipe.sums for recipe in self.by_pattern.values())
