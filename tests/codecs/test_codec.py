@@ -460,6 +460,31 @@ def test_none_loses_nothing(backend, dtype):
     check_same(gradwire.decode(gradwire.codec("none").encode(tensor)), tensor)
 
 
+@pytest.mark.parametrize(("spec", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_halves_of_many_blocks(spec: str, dtype: torch.dtype) -> None:
+    """Entries are rounded block by block; those beyond fp16 become its largest number."""
+    count = 3 * 2**16 + 5
+    u = torch.randn(count, dtype=torch.float32) * 10.0 ** torch.linspace(-9, 9, count, dtype=torch.float32)
+    memory = torch.randn_like(u)
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    for residual in (None, memory.clone()):
+        exact = u if residual is None else u + memory
+        expected = exact.clamp(-limit, limit).to(dtype)
+        codec = gradwire.codec(spec)
+        out = torch.empty(codec.max_frame_bytes(u), dtype=torch.uint8)
+        length = codec.encode_into(u, out, residual=residual)
+        assert torch.equal(gradwire.decode(out[:length]), expected.float())
+        assert out[length - 2 * len(u) : length].numpy().tobytes() == expected.view(torch.uint8).numpy().tobytes()
+        if residual is not None:
+            assert torch.equal(residual, exact - expected.float())
+        bad = u.clone()
+        bad[-1] = torch.inf
+        before = None if residual is None else residual.clone()
+        length = codec.encode_into(bad, out, residual=residual)
+        assert torch.equal(gradwire.decode(out[:length]), bad)
+        assert before is None or torch.equal(residual, before)
+
+
 def test_codecs_can_be_pickled():
     codec = gradwire.codec("co3:format=fp8")
     assert pickle.loads(pickle.dumps(codec)) == codec

@@ -133,8 +133,8 @@ class Codec:
             # Side information alone would take as much: send the few entries as they are.
             length = stored.Stored().encode(conversion, out[headers.header_length(shape, dense) :])
             return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, 0, length)
-        start = headers.header_length(shape, max(1, dense // 16))  # by a guess at the payload's length
         converter = self.converter.for_tensor(shape, conversion.segments)
+        start = headers.header_length(shape, converter.likely_length(tensor))
         length = converter.encode(conversion, out[start:])
         exact = headers.header_length(shape, length)
         if exact != start:

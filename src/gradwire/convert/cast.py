@@ -26,15 +26,23 @@ class Cast(Converter):
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload and update the error memory, as `Converter.encode` promises."""
         conversion.require_finite()
-        u = conversion.compensated()
-        require_finite(u)  # a memory that is not would spoil the frame
-        sent = limit_to(u, self.target)
-        if conversion.memory_out is not None:
-            torch.sub(u, limit_to(sent.float(), conversion.dtype).float(), out=conversion.memory_out)
-        length = 1 + 2 * conversion.count
+        u = conversion.gradient
+        if conversion.memory is not None:
+            u = conversion.compensated()
+            require_finite(u)  # a memory that is not would spoil the frame
+        length = self.likely_length(conversion.original)
         out[0] = DTYPES.index(self.target)
-        out[1:length] = sent.view(torch.uint8)
+        raw = out[1:length]
+        for part in wide_blocks(conversion.count) if u.is_cpu else (slice(0, conversion.count),):
+            sent = limit_to(u[part], self.target)
+            if conversion.memory_out is not None:
+                torch.sub(u[part], limit_to(sent.float(), conversion.dtype).float(), out=conversion.memory_out[part])
+            raw[2 * part.start : 2 * part.stop] = sent.view(torch.uint8)
         return length
+
+    def likely_length(self, tensor: torch.Tensor) -> int:
+        """Return the length of the payload, which does not depend on the entries."""
+        return 1 + 2 * tensor.numel()
 
 
 def decode(header: Header, payload: np.ndarray, out: torch.Tensor, weight: float, accumulate: bool) -> None:

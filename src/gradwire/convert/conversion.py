@@ -43,6 +43,10 @@ class Converter(ABC):
         """
         return self
 
+    def likely_length(self, tensor: torch.Tensor) -> int:
+        """Return a guess at the payload's length: if the header is shorter or longer then, the payload is moved."""
+        return max(1, tensor.nbytes // 16)
+
     @abstractmethod
     def encode(self, conversion: Conversion, out: torch.Tensor) -> int:
         """Write the payload to the front of `out` and e ← u − decoded to conversion.memory_out; return its length.

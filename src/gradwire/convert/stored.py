@@ -32,6 +32,10 @@ class Stored(Converter):
             torch.sub(u, sent.float(), out=conversion.memory_out)
         return store(sent, out)
 
+    def likely_length(self, tensor: torch.Tensor) -> int:
+        """Return the length of the payload: that of the tensor."""
+        return tensor.nbytes
+
 
 def store(flat: torch.Tensor, out: torch.Tensor) -> int:
     """Copy the bytes of a flat tensor to the front of `out`, and return their number."""
