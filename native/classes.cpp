@@ -5,14 +5,15 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <mutex>
+#include <numeric>
 
 #include "threads.h"
 
 namespace gradwire {
 namespace {
 
-constexpr size_t kKept = 1 << 19;  // bytes of orders that are kept
+constexpr int kMostClasses = 32;
+constexpr size_t kKept = 1 << 20;  // bytes of orders that are kept
 constexpr size_t kBlock = 1 << 13;  // entries of rows that are done together: they stay in the caches
 constexpr size_t kGroup = 1 << 17;  // entries of rows that a thread takes at a time
 
@@ -20,8 +21,9 @@ size_t rows_of(size_t count, size_t width) { return (count + width - 1) / width;
 
 // In which order the entries of a row stand in the streams, for one scale of the row: by class, then by place.
 struct Order {
-    std::unique_ptr<uint16_t[]> places;
-    std::vector<uint32_t> ends;  // of the classes
+    std::vector<uint32_t> counts;  // of the classes
+    std::unique_ptr<uint16_t[]> places;  // class after class
+    ClassParts parts;  // in place of places, where there are loops for them
 };
 
 class Orders {
@@ -40,23 +42,44 @@ class Orders {
     const Order* of(size_t row) {
         const size_t width = pattern_.size(), scale = size_t(c_.rows[row]);
         if (scale >= kept_.size()) kept_.resize(scale + 1);
-        if (kept_[scale].places) return &kept_[scale];
-        if (width > UINT16_MAX || (taken_ += width * 2) > kKept) return nullptr;
+        if (!kept_[scale].counts.empty()) return &kept_[scale];
+        const bool in_parts = structure_kernels().parts.split;
+        const size_t bytes = in_parts ? sizeof(ClassPart) * rows_of(width, 64) * size_t(c_.number) : 2 * width;
+        if (width > UINT16_MAX || (taken_ += bytes) > kKept) return nullptr;
         Order& order = kept_[scale];
-        order.places.reset(new uint16_t[width]);
-        order.ends.assign(c_.number, 0);
-        for (size_t q = 0; q < width; q++) order.ends[class_of(row, q)]++;
-        uint32_t total = 0;
-        std::vector<uint32_t> next(c_.number);
-        for (int t = 0; t < c_.number; t++) {
-            next[t] = total;
-            order.ends[t] = total += order.ends[t];
-        }
-        for (size_t q = 0; q < width; q++) order.places[next[class_of(row, q)]++] = uint16_t(q);
+        order.counts.assign(c_.number, 0);
+        if (in_parts)
+            make_parts(row, order);
+        else
+            make_places(row, order);
         return &order;
     }
 
   private:
+    void make_places(size_t row, Order& order) const {
+        const size_t width = pattern_.size();
+        order.places.reset(new uint16_t[width]);
+        for (size_t q = 0; q < width; q++) order.counts[class_of(row, q)]++;
+        std::vector<uint32_t> next(c_.number);
+        std::exclusive_scan(order.counts.begin(), order.counts.end(), next.begin(), 0u);
+        for (size_t q = 0; q < width; q++) order.places[next[class_of(row, q)]++] = uint16_t(q);
+    }
+    void make_parts(size_t row, Order& order) const {
+        const size_t width = pattern_.size();
+        for (size_t first = 0; first < width; first += 64) {
+            uint64_t masks[kMostClasses] = {};
+            for (size_t q = first; q < std::min(width, first + 64); q++)
+                masks[class_of(row, q)] |= uint64_t(1) << (q - first);
+            for (int t = 0; t < c_.number; t++) {
+                if (!masks[t]) continue;
+                const int number = __builtin_popcountll(masks[t]);
+                order.parts.parts.push_back({masks[t], uint16_t(order.counts[t]), uint8_t(t), uint8_t(number)});
+                order.counts[t] += uint32_t(number);
+            }
+            order.parts.ends.push_back(uint32_t(order.parts.parts.size()));
+        }
+    }
+
     const Classes& c_;
     std::vector<int16_t> pattern_;
     std::vector<Order> kept_;
@@ -64,9 +87,9 @@ class Orders {
     bool even_;
 };
 
-// `count` symbols of the rows from `first_row` on.
+// `count` symbols of the rows from `first_row` on; `limits` has where the symbols of others begin.
 void split_rows(const Classes& c, Orders& orders, size_t first_row, const uint8_t* symbols, size_t count,
-                uint8_t* streams, int64_t* positions) {
+                uint8_t* streams, int64_t* positions, const int64_t* limits) {
     const size_t width = c.width();
     for (size_t row = first_row, start = 0; start < count; row++, start += width) {
         const size_t n = std::min(width, count - start);
@@ -77,18 +100,25 @@ void split_rows(const Classes& c, Orders& orders, size_t first_row, const uint8_
             std::memcpy(streams + position, from, n);
             position += n;
         } else if (n == width && (order = orders.of(row))) {
+            if (!order->places) {
+                structure_kernels().parts.split(order->parts, from, width, streams, positions, limits);
+                for (int t = 0; t < c.number; t++) positions[t] += order->counts[t];
+                continue;
+            }
             const uint16_t* places = order->places.get();
-            for (int t = 0, i = 0; t < c.number; t++) {
-                const int end = int(order->ends[t]);
+            for (int t = 0; t < c.number; t++) {
+                const int number = int(order->counts[t]);
                 uint8_t* to = streams + positions[t];
-                positions[t] += end - i;
-                for (; i + 8 <= end; i += 8, to += 8) {
+                positions[t] += number;
+                int i = 0;
+                for (; i + 8 <= number; i += 8, to += 8) {
                     const uint8_t eight[8] = {from[places[i]],     from[places[i + 1]], from[places[i + 2]],
                                               from[places[i + 3]], from[places[i + 4]], from[places[i + 5]],
                                               from[places[i + 6]], from[places[i + 7]]};
                     std::memcpy(to, eight, 8);
                 }
-                for (; i < end; i++) *to++ = from[places[i]];
+                for (; i < number; i++) *to++ = from[places[i]];
+                places += number;
             }
         } else {
             for (size_t q = 0; q < n; q++) streams[positions[orders.class_of(row, q)]++] = from[q];
@@ -110,19 +140,27 @@ bool merge_rows(const Classes& c, Orders& orders, const uint8_t* streams, size_t
             for (size_t q = 0; q < n; q++) to[q] = uint8_t(from[q] + zeros[t]);
             positions[t] += n;
         } else if (n == width && (order = orders.of(row))) {
+            for (int t = 0; t < c.number; t++)
+                if (positions[t] + order->counts[t] > int64_t(size)) return false;
+            if (!order->places) {
+                structure_kernels().parts.merge(order->parts, streams, size, positions, zeros, width, to);
+                for (int t = 0; t < c.number; t++) positions[t] += order->counts[t];
+                continue;
+            }
             const uint16_t* places = order->places.get();
-            for (int t = 0, i = 0; t < c.number; t++) {
-                const int end = int(order->ends[t]);
-                if (positions[t] + (end - i) > int64_t(size)) return false;
+            for (int t = 0; t < c.number; t++) {
+                const int number = int(order->counts[t]);
                 const uint8_t *from = streams + positions[t], zero = zeros[t];
-                positions[t] += end - i;
-                for (; i + 4 <= end; i += 4, from += 4) {
+                positions[t] += number;
+                int i = 0;
+                for (; i + 4 <= number; i += 4, from += 4) {
                     to[places[i]] = uint8_t(from[0] + zero);
                     to[places[i + 1]] = uint8_t(from[1] + zero);
                     to[places[i + 2]] = uint8_t(from[2] + zero);
                     to[places[i + 3]] = uint8_t(from[3] + zero);
                 }
-                for (; i < end; i++) to[places[i]] = uint8_t(*from++ + zero);
+                for (; i < number; i++) to[places[i]] = uint8_t(*from++ + zero);
+                places += number;
             }
         } else {
             for (size_t q = 0; q < n; q++) {
@@ -143,7 +181,7 @@ void count_rows(const Classes& c, Orders& orders, size_t first_row, size_t count
         if (orders.even())
             counts[orders.class_of(row, 0)] += int64_t(n);
         else if (n == width && (order = orders.of(row)))
-            for (int t = 0; t < c.number; t++) counts[t] += order->ends[t] - (t ? order->ends[t - 1] : 0);
+            for (int t = 0; t < c.number; t++) counts[t] += order->counts[t];
         else
             for (size_t q = 0; q < n; q++) counts[orders.class_of(row, q)]++;
     }
@@ -178,16 +216,78 @@ struct Groups {
     }
 };
 
-// Quantizes the rows of a group, a few at a time, and shares them out.
-void quantize_group(const Grid& g, const Classes& c, Orders& orders, const float* x, size_t first_row, size_t start,
-                    size_t entries, uint8_t* symbols, uint8_t* streams, int64_t* positions, Outliers& outliers) {
-    const size_t width = c.width(), together = std::max<size_t>(1, kBlock / width) * width;
-    for (size_t i = 0; i < entries; i += together, first_row += together / width) {
-        const size_t n = std::min(together, entries - i);
-        const Stream part{x + start + i, nullptr, nullptr, n, start + i};
-        grid_kernels().quantize(g, part, symbols + start + i, outliers);
-        split_rows(c, orders, first_row, symbols + start + i, n, streams, positions);
+// What is done with the rows of a group.
+class GroupWork {
+  public:
+    GroupWork(const Grid& g, const Classes& c, const Remainder& r, uint8_t* symbols, uint8_t* streams, float* memory)
+        : g_(g), c_(c), r_(r), symbols_(symbols), streams_(streams), memory_(memory) {}
+
+    // Quantizes rows, a few at a time, shares them out, and rebuilds them, all while they are in the caches.
+    void quantize(Orders& orders, size_t first_row, size_t entries, int64_t* positions, const int64_t* limits,
+                  Outliers& outliers) {
+        const size_t width = c_.width(), together = std::max<size_t>(1, kBlock / width) * width;
+        const size_t start = first_row * width;
+        for (size_t i = 0; i < entries; i += together, first_row += together / width) {
+            const size_t n = std::min(together, entries - i);
+            if (memory_ && !r_.rows.source)
+                quantize_and_keep(first_row, start + i, n, outliers);
+            else
+                quantize_rows(first_row, start + i, n, outliers);
+            split_rows(c_, orders, first_row, symbols_ + start + i, n, streams_, positions, limits);
+            if (memory_ && r_.rows.source) rebuild(first_row, start + i, n, outliers);
+        }
     }
+
+  private:
+    const float* left(size_t row) const { return r_.rows.left + row * size_t(r_.rows.rank); }
+
+    // The prediction of some rows, times sign, added to x, or to zero.
+    const float* predicted(size_t first_row, size_t n, float sign, const float* x) {
+        if (room_.size() < n) room_.resize(n);
+        x ? (void)std::copy_n(x, n, room_.data()) : (void)std::fill_n(room_.data(), n, 0.0f);
+        structure_kernels().predict(room_.data(), n, c_.width(), left(first_row), r_.rows.right, r_.rows.rank, sign);
+        return room_.data();
+    }
+
+    void quantize_rows(size_t first_row, size_t start, size_t n, Outliers& outliers) {
+        const float* x = r_.rows.rank ? predicted(first_row, n, -1.0f, r_.x + start) : r_.x + start;
+        grid_kernels().quantize(g_, {x, nullptr, nullptr, n, start}, symbols_ + start, outliers);
+    }
+    void quantize_and_keep(size_t first_row, size_t start, size_t n, Outliers& outliers) {
+        const float* prediction = r_.rows.rank ? predicted(first_row, n, 1.0f, nullptr) : nullptr;
+        structure_kernels().quantize(
+            g_, {r_.x + start, prediction, n, start, r_.rows.values, symbols_ + start, memory_ + start}, outliers);
+    }
+    void rebuild(size_t first_row, size_t start, size_t n, const Outliers& outliers) {
+        while (apart_.size() < outliers.count) apart_.push_back(g_.beyond(outliers.multiples[apart_.size()]));
+        Rebuild rows = r_.rows;
+        rows.symbols = symbols_ + start;
+        rows.first_row = first_row;
+        rows.left = left(first_row);
+        rows.positions = outliers.positions;
+        rows.outliers = apart_.data();
+        rows.number = outliers.count;
+        structure_kernels().rebuild(rows, first_row, first_row + rows_of(n, c_.width()), memory_ + start);
+    }
+
+    const Grid& g_;
+    const Classes& c_;
+    const Remainder& r_;
+    uint8_t *symbols_, *streams_;
+    float* memory_;
+    std::vector<float> room_, apart_;
+};
+
+// What is kept of all rows, where there was no time for it before.
+void rebuild_all(const Grid& g, const Remainder& r, const uint8_t* symbols, const Outliers& outliers, int threads) {
+    std::vector<float> apart;
+    for (size_t i = 0; i < outliers.count; i++) apart.push_back(g.beyond(outliers.multiples[i]));
+    Rebuild rows = r.rows;
+    rows.symbols = symbols;
+    rows.positions = outliers.positions;
+    rows.outliers = apart.data();
+    rows.number = outliers.count;
+    rebuild_rows(rows, r.memory, threads);
 }
 
 }  // namespace
@@ -203,14 +303,16 @@ void count_classes(const Classes& c, size_t first_row, size_t count, int64_t* co
     count_rows(c, orders, first_row, count, counts);
 }
 
-void quantize_classes(const Grid& g, const Classes& c, const float* x, size_t count, uint8_t* symbols, uint8_t* streams,
+void quantize_classes(const Grid& g, const Classes& c, const Remainder& r, uint8_t* symbols, uint8_t* streams,
                       int64_t* counts, Outliers& outliers, int threads) {
-    const size_t width = c.width(), useful = threads_for(count * 6, threads), kinds = 2 * size_t(g.largest) + 1;
+    const size_t count = r.rows.count, width = c.width(), classes = size_t(c.number);
+    const size_t useful = threads_for(count * 6, threads), kinds = 2 * size_t(g.largest) + 1;
     Orders orders(c);
     Groups groups(c, orders, count, useful == 1);
     const std::vector<int64_t> begins = groups.positions;
+    const auto limits = [&](size_t group) { return begins.data() + (group + 1) * classes; };
     // Whether an outlier finds room depends on all before it: threads go ahead as if there were room for all, and if
-    // there is not, which is rare, all is done again by one.
+    // there is not, which is rare, all is done again by one. Unless x is still there for that, they leave the memory be.
     std::vector<std::vector<int64_t>> where(groups.number);
     std::vector<std::vector<int32_t>> what(groups.number);
     std::atomic<bool> full{false};
@@ -218,13 +320,13 @@ void quantize_classes(const Grid& g, const Classes& c, const float* x, size_t co
         std::atomic<size_t> next{0};
         on_threads(useful, [&] {
             Orders own(c);
+            GroupWork work(g, c, r, symbols, streams, r.rows.source ? nullptr : r.memory);
             std::vector<int64_t> room(groups.together * width / 8 + 16);
             std::vector<int32_t> room2(room.size());
             for (size_t i; !full && (i = next.fetch_add(1)) < groups.number;) {
                 Outliers some{room.data(), room2.data(), 0, room.size()};
-                const size_t first = i * groups.together;
-                quantize_group(g, c, own, x, first, first * width, groups.entries(i, count, width), symbols, streams,
-                               groups.positions.data() + i * size_t(c.number), some);
+                work.quantize(own, i * groups.together, groups.entries(i, count, width),
+                              groups.positions.data() + i * classes, limits(i), some);
                 if (some.count == some.capacity) full = true;
                 where[i].assign(room.data(), room.data() + some.count);
                 what[i].assign(room2.data(), room2.data() + some.count);
@@ -235,24 +337,24 @@ void quantize_classes(const Grid& g, const Classes& c, const float* x, size_t co
         if (total > outliers.capacity) full = true;
     }
     if (useful == 1 || full) {
+        GroupWork work(g, c, r, symbols, streams, r.memory);
         groups.positions = begins;
         outliers.count = 0;
-        for (size_t i = 0; i < groups.number; i++) {
-            const size_t first = i * groups.together;
-            quantize_group(g, c, orders, x, first, first * width, groups.entries(i, count, width), symbols, streams,
-                           groups.positions.data() + i * size_t(c.number), outliers);
-        }
+        for (size_t i = 0; i < groups.number; i++)
+            work.quantize(orders, i * groups.together, groups.entries(i, count, width),
+                          groups.positions.data() + i * classes, limits(i), outliers);
     } else {
         for (size_t i = 0; i < groups.number; i++) {
             std::copy(where[i].begin(), where[i].end(), outliers.positions + outliers.count);
             std::copy(what[i].begin(), what[i].end(), outliers.multiples + outliers.count);
             outliers.count += where[i].size();
         }
+        if (r.memory && r.rows.source) rebuild_all(g, r, symbols, outliers, threads);
     }
-    in_blocks(size_t(c.number), std::max<size_t>(1, count / size_t(c.number)), threads, [&](size_t first, size_t last) {
+    in_blocks(classes, std::max<size_t>(1, count / classes), threads, [&](size_t first, size_t last) {
         for (size_t t = first; t < last; t++) {
             int64_t all[256] = {};
-            const size_t begin = size_t(begins[t]), end = size_t(begins[groups.number * size_t(c.number) + t]);
+            const size_t begin = size_t(begins[t]), end = size_t(begins[groups.number * classes + t]);
             structure_kernels().count_symbols(streams + begin, end - begin, all);
             std::copy_n(all, kinds, counts + t * kinds);
         }

@@ -26,8 +26,16 @@ bool merge_classes(const Classes& c, const uint8_t* streams, size_t size, int64_
 // How many entries each class has among `count`, from row `first_row` on.
 void count_classes(const Classes& c, size_t first_row, size_t count, int64_t* counts);
 
+// What is quantized: x less a prediction, whose rank may be 0. With `memory`, what symbols and outliers leave out of the
+// source goes there, as `Rebuild` says; without a source, x is what they are taken from, and there is no transform.
+struct Remainder {
+    const float* x;
+    Rebuild rows;  // but symbols and outliers
+    float* memory;  // or null
+};
+
 // Symbols of x in order, and class by class; how often each class has each of 2·largest+1 symbols; and the outliers.
-void quantize_classes(const Grid& g, const Classes& c, const float* x, size_t count, uint8_t* symbols, uint8_t* streams,
+void quantize_classes(const Grid& g, const Classes& c, const Remainder& r, uint8_t* symbols, uint8_t* streams,
                       int64_t* counts, Outliers& outliers, int threads);
 
 // What makes the values of a tensor from its streams; `Rebuild` without symbols, factors of rows or positions by part.

@@ -15,6 +15,10 @@
 
 namespace gradwire {
 
+struct Grid;
+struct Outliers;
+
+constexpr int kRowsTogether = 8;  // that are projected side by side
 constexpr int kDirections = 16;  // columns of a basis; with fewer, the others are zero
 
 // The axes of a kernel, each with a square matrix: rows[m * size + k] is what entry m adds to result k.
@@ -60,6 +64,37 @@ struct Rebuild {
     bool far = false;  // with a source: write past the caches, as Stream says
 };
 
+// Which entries of a row go to which class, for 64 entries after the other: parts of one class, in ascending order of
+// classes, up to the `ends` of these 64.
+struct ClassPart {
+    uint64_t mask;  // of the 64 entries
+    uint16_t offset;  // entries of this class before these, in this row
+    uint8_t of_class, number;
+};
+struct ClassParts {
+    std::vector<ClassPart> parts;
+    std::vector<uint32_t> ends;
+};
+
+// Rows to classes and back, by parts; null where a loop over bytes is as good.
+struct ClassPartLoops {
+    // `positions` has where the symbols of each class go, and `limits` where those of others begin.
+    void (*split)(const ClassParts& row, const uint8_t* symbols, size_t width, uint8_t* streams,
+                  const int64_t* positions, const int64_t* limits);
+    void (*merge)(const ClassParts& row, const uint8_t* streams, size_t size, const int64_t* positions,
+                  const uint8_t* zeros, size_t width, uint8_t* symbols);
+};
+
+// Entries of a tensor that is not transformed, on their way to symbols and to what these leave out.
+struct Entries {
+    const float *u, *prediction;  // the latter may be null
+    size_t count;
+    uint64_t first;  // position of the first in the tensor
+    const float* values;  // as those of Rebuild
+    uint8_t* symbols;
+    float* memory;
+};
+
 struct StructureLoops {
     void (*compensate)(const Compensated& source, size_t start, size_t count, float* x);
     void (*transform)(float* x, size_t count, const Axis* axes, int axis_count, int kernel);
@@ -68,11 +103,12 @@ struct StructureLoops {
     void (*predict)(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign);
     void (*energies)(const float* x, size_t count, size_t width, double* rows, double* places);
     void (*project_rows)(const float* x, size_t rows, size_t width, const float* basis, float* out);
-    // Of the places first … last−1 of all rows.
-    void (*project_columns)(const float* x, size_t rows, size_t width, size_t first, size_t last, const float* basis,
-                            float* out);
+    void (*quantize)(const Grid& g, const Entries& e, Outliers& outliers);
+    // Adds xᵀ·left of at most kRowsTogether rows to `right`.
+    void (*add_columns)(const float* x, size_t rows, size_t width, const float* left, float* right);
     void (*count_symbols)(const uint8_t* symbols, size_t n, int64_t* counts);  // adds to 256 numbers
     void (*gram)(const float* a, const float* b, size_t count, double* out);
+    ClassPartLoops parts;
 };
 
 extern const StructureLoops portable_structure;
@@ -90,12 +126,17 @@ void prepare_rows(const Compensated& source, size_t count, size_t width, const s
                   float* x, double* rows, double* places, int threads);
 void add_prediction(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
                     int threads);
-// The same, and the energies of the result.
-void add_and_measure(float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank, float sign,
-                     double* rows, double* places, int threads);
+// The energies of what is left of x.
+void measure_remainder(const float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank,
+                       double* rows, double* places, int threads);
+// What is left at `runs` runs of `length` entries, of more entries than these are; the rank may be 0.
+void sample_remainder(const float* x, size_t count, size_t width, const float* left, const int8_t* right, int rank,
+                      size_t runs, size_t length, float* out);
 void axis_energies(const float* x, size_t count, size_t width, double* rows, double* places, int threads);
 void project_rows(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
-void project_columns(const float* x, size_t rows, size_t width, const float* basis, float* out, int threads);
+// Both in one pass: left = x·basis and right = xᵀ·left.
+void project_both(const float* x, size_t rows, size_t width, const float* basis, float* left, float* right,
+                  int threads);
 void gram(const float* a, const float* b, size_t count, double* out);
 
 }  // namespace gradwire

@@ -4,6 +4,8 @@
 #include <cfloat>
 #include <cstring>
 
+#include "class_parts.h"
+#include "grid_loop.h"
 #include "sixteen.h"
 #include "structure.h"
 #include "structure_transform.h"
@@ -11,7 +13,6 @@
 namespace gradwire {
 namespace {  // one copy per instruction set
 
-constexpr int kRowsTogether = 8;
 static_assert(kDirections == 16, "a vector has sixteen numbers");
 
 void compensate_any(const Compensated& source, size_t start, size_t count, float* x) {
@@ -120,6 +121,12 @@ inline void copy_far(float* to, const float* from, size_t n) {
     for (; i < n; i++) to[i] = from[i];
 }
 
+// What a decoder makes of a sum: limited to the finite range, neither −0 nor no number at all.
+GRADWIRE_INLINE float settled(float sum) {
+    const float x = sum + 0.0f;
+    return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x == x ? x : 0.0f;
+}
+
 void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     const size_t start = first * r.width, stop = last * r.width < r.count ? last * r.width : r.count, n = stop - start;
     const bool aside = r.source || r.add;
@@ -145,23 +152,56 @@ void rebuild_any(const Rebuild& r, size_t first, size_t last, float* to) {
     }
     if (r.rank) predict_any(out, n, r.width, r.left + (first - r.first_row) * r.rank, r.right, r.rank, 1.0f);
     if (r.kernel > 1) transform_any(out, n, r.axes, r.axis_count, r.kernel);
-    const auto settled = [&](size_t i) {
-        const float x = out[i] + 0.0f;
-        return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x == x ? x : 0.0f;
-    };
     if (!r.source) {
         if (r.add)
-            for (size_t i = 0; i < n; i++) to[i] = to[i] + settled(i) * r.weight;
+            for (size_t i = 0; i < n; i++) to[i] = to[i] + settled(out[i]) * r.weight;
         else
-            for (size_t i = 0; i < n; i++) to[i] = settled(i) * r.weight;
+            for (size_t i = 0; i < n; i++) to[i] = settled(out[i]) * r.weight;
         return;
     }
     const float *g = r.source->gradient + start, *e = r.source->memory ? r.source->memory + start : nullptr;
     if (e)
-        for (size_t i = 0; i < n; i++) out[i] = compensated(g[i], e[i], r.source->decay) - settled(i);
+        for (size_t i = 0; i < n; i++) out[i] = compensated(g[i], e[i], r.source->decay) - settled(out[i]);
     else
-        for (size_t i = 0; i < n; i++) out[i] = g[i] - settled(i);
+        for (size_t i = 0; i < n; i++) out[i] = g[i] - settled(out[i]);
     r.far ? copy_far(to, out, n) : (void)std::memcpy(to, out, n * sizeof(float));
+}
+
+void quantize_any(const Grid& grid, const Entries& entries, Outliers& outliers) {
+    constexpr size_t kBlock = 512;  // in simple loops that stay in the first-level cache
+    const Grid g = grid;  // copies: what is stored could otherwise change them
+    const Entries e = entries;
+    const int number = 2 * g.largest + 1;
+    int32_t multiple[kBlock];
+    float value[kBlock];
+    for (size_t start = 0; start < e.count; start += kBlock) {
+        const int n = int(e.count - start < kBlock ? e.count - start : kBlock);
+        const float *u = e.u + start, *p = e.prediction ? e.prediction + start : nullptr;
+        uint8_t* const symbols = e.symbols + start;
+        float* const memory = e.memory + start;
+        if (p)
+            for (int i = 0; i < n; i++) multiple[i] = grid_multiple<false>(g, u[i] - p[i], 0);
+        else
+            for (int i = 0; i < n; i++) multiple[i] = grid_multiple<false>(g, u[i], 0);
+        uint32_t outside = 0;
+        for (int i = 0; i < n; i++)
+            outside |= uint32_t(multiple[i] + g.largest > 2 * g.largest) | uint32_t(multiple[i] < -g.largest);
+        const size_t before = outliers.count;
+        if (outside)
+            for (int i = 0; i < n; i++)
+                if (multiple[i] > g.largest || multiple[i] < -g.largest)
+                    multiple[i] = outliers.add(e.first + start + i, multiple[i], g.largest);
+        for (int i = 0; i < n; i++) symbols[i] = uint8_t(multiple[i] + g.largest);
+        look_up(e.values, number, symbols, size_t(n), value);
+        for (size_t k = before; k < outliers.count; k++) {
+            float& apart = value[size_t(outliers.positions[k]) - e.first - start];
+            apart = apart + g.beyond(outliers.multiples[k]);
+        }
+        if (p)
+            for (int i = 0; i < n; i++) memory[i] = u[i] - settled(value[i] + p[i]);
+        else
+            for (int i = 0; i < n; i++) memory[i] = u[i] - settled(value[i]);
+    }
 }
 
 // `places` are the sums over rows. Rows are done four at a time, so that the sums are loaded once for them.
@@ -226,10 +266,10 @@ void project_rows_any(const float* x, size_t rows, size_t width, const float* ba
 }
 
 template <int Rows>
-inline void project_back_some(const float* x, size_t width, size_t first, size_t last, const float* basis, float* out) {
+inline void project_back_some(const float* x, size_t width, const float* basis, float* out) {
     Sixteen b[Rows];
     for (int r = 0; r < Rows; r++) b[r] = load16(basis + r * kDirections);
-    for (size_t q = first; q < last; q++) {
+    for (size_t q = 0; q < width; q++) {
         Sixteen sum = load16(out + q * kDirections), odd = {};
         for (int r = 0; r < Rows; r += 2) {
             sum = multiply_add(x[r * width + q], b[r], sum);
@@ -239,14 +279,9 @@ inline void project_back_some(const float* x, size_t width, size_t first, size_t
     }
 }
 
-void project_columns_any(const float* x, size_t rows, size_t width, size_t first, size_t last, const float* basis,
-                         float* out) {
-    std::memset(out + first * kDirections, 0, (last - first) * kDirections * sizeof(float));
-    constexpr int kRows = 8;
-    size_t i = 0;
-    for (; i + kRows <= rows; i += kRows)
-        project_back_some<kRows>(x + i * width, width, first, last, basis + i * kDirections, out);
-    for (; i < rows; i++) project_back_some<1>(x + i * width, width, first, last, basis + i * kDirections, out);
+void add_columns_any(const float* x, size_t rows, size_t width, const float* left, float* right) {
+    if (rows == kRowsTogether) return project_back_some<kRowsTogether>(x, width, left, right);
+    for (size_t i = 0; i < rows; i++) project_back_some<1>(x + i * width, width, left + i * kDirections, right);
 }
 
 typedef uint8_t Bytes64 __attribute__((vector_size(64), aligned(1), may_alias));
@@ -317,8 +352,8 @@ void gram_any(const float* a, const float* b, size_t count, double* out) {
 }
 
 constexpr StructureLoops structure_loops() {
-    return {compensate_any,   transform_any,       rebuild_any,       predict_any, energies_any,
-            project_rows_any, project_columns_any, count_symbols_any, gram_any};
+    return {compensate_any, transform_any,   rebuild_any,       predict_any, energies_any,      project_rows_any,
+            quantize_any,   add_columns_any, count_symbols_any, gram_any,    class_part_loops()};
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from fractions import Fraction
 
@@ -248,15 +249,54 @@ def test_projections(shape, directions):
     rows, width = shape
     x = gradient(rows * width, 2, scale=1.0)
     wide, exact = gradient(width * directions, 3).reshape(width, -1), x.reshape(shape).double()
-    high = gradient(rows * directions, 4).reshape(rows, -1)
     for (found,) in of_threads(lambda: [kernels.project_rows(x, wide)]):
         assert found.shape == (rows, directions)
         bound = width * 2.0**-24 * (exact.abs() @ wide.double().abs()).numpy()
         assert (np.abs(found - (exact @ wide.double()).numpy()) <= bound + 1e-30).all()
-    for (found,) in of_threads(lambda: [kernels.project_columns(x, high)]):
-        assert found.shape == (width, directions)
-        bound = rows * 2.0**-24 * (exact.abs().t() @ high.double().abs()).numpy()
-        assert (np.abs(found - (exact.t() @ high.double()).numpy()) <= bound + 1e-30).all()
+
+
+@for_each("shape", [(20, 16), (300, 200), (17, 1000), (2000, 33), (64, 20_000)])
+@for_each("directions", [1, 16])
+def test_projections_there_and_back(shape, directions):
+    """Errors as above, of both sums one after the other."""
+    rows, width = shape
+    x, wide = gradient(rows * width, 2, scale=1.0), gradient(width * directions, 3).reshape(width, -1)
+    exact = x.reshape(shape).double()
+    there = (exact @ wide.double()).numpy()
+    bound = width * 2.0**-24 * (exact.abs() @ wide.double().abs())
+    far = (exact.abs().t() @ (bound + len(exact) * 2.0**-24 * torch.from_numpy(np.abs(there)))).numpy()
+    for left, right in of_threads(lambda: kernels.project_both(x, wide)):
+        assert (np.abs(left - there) <= bound.numpy() + 1e-30).all()
+        assert (np.abs(right - (exact.t() @ torch.from_numpy(there)).numpy()) <= far + 1e-30).all()
+
+
+@for_each("shape", [(20, 16), (700, 150), (33, 2000)])
+@for_each("rank", [1, 5])
+def test_what_a_prediction_leaves_is_measured_and_sampled_without_making_it(shape, rank):
+    rows, width = shape
+    x, rng = numbers(rows * width, 1), np.random.default_rng(rank)
+    right = torch.from_numpy(rng.integers(-127, 128, (rank, width)).astype(np.int8))
+    prediction = numbers(rows * rank, 2).reshape(rows, rank), right
+    rest = x.clone()
+    with use_backend("reference"):
+        kernels.add_prediction(rest, prediction, 0, -1.0)
+    exact = rest.double().square().reshape(shape).numpy()
+    for found in of_threads(lambda: kernels.measure_remainder(x, prediction)):
+        for energies, expected in zip(found, (exact.sum(1), exact.sum(0), exact.sum()), strict=True):
+            np.testing.assert_allclose(energies.squeeze(), expected, rtol=1e-12)
+    sample = all_alike(lambda: bits(kernels.sample_remainder(x, prediction)))
+    assert sample == bits(kernels.sample_remainder(rest, None))
+    assert len(sample) == 4 * (rows * width if rows * width <= 1 << 16 else 16384)
+
+
+@for_each("period", [98, 64, 2500])
+def test_samples_see_all_places_of_a_period_alike(period):
+    """Also where it is as long as a stratum, as 98 is here: each is drawn about as often as any other."""
+    x = (torch.arange(1024 * 98) % period).float()
+    times = torch.bincount(kernels.sample_remainder(x, None).long(), minlength=period).double()
+    mean = 16384 / period
+    assert len(times) == period and abs(float(times[0]) / mean - 1) < 5 / math.sqrt(mean)
+    assert float((times / mean - 1).square().mean()) < 16 / mean
 
 
 @given(views(), st.sampled_from([1, 7, 31, 127]), st.sampled_from([0, 3, 10_000]), st.booleans())
@@ -270,7 +310,7 @@ def test_every_backend_quantizes_by_class_alike(view, largest, capacity, odd):
     def quantized() -> tuple[bytes, ...]:
         symbols, streams = torch.empty(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
         outliers, counts = kernels.quantize_classes(
-            x, 0.25, 0.4, values, capacity, scales, base, classes, symbols, streams
+            x, None, 0.25, 0.4, values, capacity, scales, base, classes, symbols, streams
         )
         return bits(symbols), bits(streams), counts.tobytes(), *map(bits, outliers)
 
@@ -279,6 +319,46 @@ def test_every_backend_quantizes_by_class_alike(view, largest, capacity, odd):
     totals = np.frombuffer(counts, dtype=np.int64).reshape(classes, -1).sum(1)
     assert symbols == bits(expected)
     assert streams == kernels.split_classes(expected, scales, base, totals).tobytes()
+
+
+@given(st.sampled_from([(40, 70, ()), (300, 33, ()), (12, 10, (3, 3)), (700, 40, (5,)), (600, 700, ())]),
+       st.sampled_from([0, 1, 4]), st.sampled_from([7, 15, 31, 127]), st.sampled_from([0, 3, 10_000]), st.booleans(),
+       st.integers(0, 2**32))  # fmt: skip
+def test_every_backend_keeps_what_symbols_leave_out_alike(shape, rank, largest, capacity, in_place, seed):
+    """In the pass that quantizes: the source, or x itself, less what a decoder makes of symbols and outliers."""
+    rows, columns, axes = shape
+    width, rng = columns * int(np.prod(axes, dtype=int)), np.random.default_rng(seed)
+    count, matrices = rows * width, [cosine_matrix(n) for n in axes]
+    x, scales = gradient(count, seed % 1000, scale=1.0), tuple(rng.integers(0, 4, n) for n in (rows, columns, 1))
+    scales = *(s.astype(np.int16) for s in scales[:2]), np.zeros(width // columns, dtype=np.int16)
+    values = (torch.arange(-largest, largest + 1) + torch.sign(torch.arange(-largest, largest + 1)) / 8) * 0.125
+    prediction = None
+    if rank:
+        right = torch.from_numpy(rng.integers(-127, 128, (rank, width)).astype(np.int8))
+        prediction = gradient(rows * rank, 1, scale=0.01).reshape(rows, rank), right
+    memory = gradient(count, 7)
+
+    def kept() -> tuple[bytes, ...]:
+        symbols, streams = torch.empty(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
+        before = memory.clone()
+        out = before if in_place else torch.empty(count)
+        source = (x, before, 0.9) if axes else None
+        outliers, _ = kernels.quantize_classes(
+            x, prediction, 0.125, 0.4, values, capacity, scales, 3, 5, symbols, streams,
+            kernels.Kept(out, source, matrices, 0.125),
+        )  # fmt: skip
+        return bits(symbols), bits(streams), *map(bits, outliers), bits(out)
+
+    symbols, _, positions, multiples, left = all_alike(kept)
+    rest = x.clone()
+    if rank:
+        kernels.add_prediction(rest, prediction, 0, -1.0)
+    expected, outliers = kernels.grid_quantize(rest, None, None, 0.0, 0.125, 0.4, values, capacity)
+    assert (symbols, positions, multiples) == (bits(expected), *map(bits, outliers))
+    apart = outliers[0], (outliers[1] + outliers[1].sign() / 8) * 0.125
+    sent = torch.empty(count)
+    kernels.rebuild(sent, expected, values, apart, prediction, 0, width, matrices)
+    assert left == bits((kernels.compensate(x, memory, 0.9) if axes else x) - sent)
 
 
 @for_each("axes", [(), (3,), (2, 2), (3, 3), (4, 4), (5, 5)])

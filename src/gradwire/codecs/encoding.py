@@ -114,10 +114,11 @@ class Codec:
         where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments, shape)
         stays = kernels.takes(tensor.device, self.converter.families)
         conversion = where_it_is if stays else _on_cpu(where_it_is)
+        converter = self.converter.for_tensor(shape, segments)
         try:
-            if conversion.in_place and (conversion.count <= CHECKED_AHEAD or not decay):
+            if conversion.in_place and not converter.reads_ahead and (conversion.count <= CHECKED_AHEAD or not decay):
                 conversion.require_finite()
-            length = self._encode_finite(conversion, tensor, out)
+            length = self._encode_finite(converter, conversion, tensor, out)
             if not stays and where_it_is.memory_out is not None and conversion.memory_out is not None:
                 where_it_is.memory_out.copy_(conversion.memory_out)
             return length
@@ -127,13 +128,14 @@ class Codec:
             finite = tensor.dtype == torch.float64 and bool(torch.isfinite(flat).all())
             return _frame_of_stored(flat, tensor, out, 0 if finite else headers.NONFINITE)
 
-    def _encode_finite(self, conversion: Conversion, tensor: torch.Tensor, out: torch.Tensor) -> int:
+    def _encode_finite(
+        self, converter: Converter, conversion: Conversion, tensor: torch.Tensor, out: torch.Tensor
+    ) -> int:
         shape, dense = tuple(tensor.shape), tensor.numel() * tensor.dtype.itemsize
         if dense <= 32 and self.converter.stores_tiny:
             # Side information alone would take as much: send the few entries as they are.
             length = stored.Stored().encode(conversion, out[headers.header_length(shape, dense) :])
             return headers.seal(memoryview(out.numpy()), headers.STORED, tensor.dtype, shape, 0, length)
-        converter = self.converter.for_tensor(shape, conversion.segments)
         start = headers.header_length(shape, converter.likely_length(tensor))
         length = converter.encode(conversion, out[start:])
         exact = headers.header_length(shape, length)

@@ -30,12 +30,15 @@ KEPT = KeptMemory()
 class WrittenStreams:
     """A remainder on its way into a frame: its symbols in order, and class by class."""
 
-    def __init__(self, x: torch.Tensor, grid: MeasuredGrid, values: torch.Tensor, classes: ScaleClasses, capacity: int):
+    def __init__(
+        self, x: torch.Tensor, prediction: kernels.Prediction | None, grid: MeasuredGrid, values: torch.Tensor,
+        classes: ScaleClasses, capacity: int, kept: kernels.Kept | None,
+    ):  # fmt: skip
         self._largest, self._classes = grid.largest, classes
         self.symbols, self._streams = (KEPT.room(name, len(x), torch.uint8) for name in ("symbols", "streams"))
         listed, self._counts = kernels.quantize_classes(
-            x, grid.step, grid.shift, values, capacity, classes.small_scales, classes.base,
-            classes.classes, self.symbols, self._streams,
+            x, prediction, grid.step, grid.shift, values, capacity, classes.small_scales, classes.base,
+            classes.classes, self.symbols, self._streams, kept,
         )  # fmt: skip
         self.outliers = in_host_memory(listed[0]), in_host_memory(listed[1])
 

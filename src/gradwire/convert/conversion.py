@@ -34,6 +34,7 @@ class Converter(ABC):
     selects = False  # whether a few entries of the whole tensor are sent, so that it had better not be cut
     sums = False  # whether what workers send can be added up on its way (aggregate/sums/sum_exchange.py)
     by_rows = False  # whether the shape counts, so that a tensor is cut between its rows if at all
+    reads_ahead = False  # whether a NaN or an infinity anywhere is found before any of the memory is written
     stores_tiny = False  # whether tensors of up to 32 bytes are stored, since side information would take as much
 
     def for_tensor(self, shape: tuple[int, ...], segments: tuple[int, ...]) -> Converter:

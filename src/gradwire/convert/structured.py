@@ -36,6 +36,7 @@ DEFAULT_NMSE = 0.03
 FEWEST_IN_BLOCKS = 4096  # entries: shorter vectors are grid frames
 LOG_BLOCKS = (4, 5, 6, 7)  # that an encoder tries
 CLEARLY_SMOOTH = 0.02  # bits an entry that a transform has to save
+FIRM = 0.5  # part of a sample's energy that its grid has to keep, if that of the tensor has to
 FEW_OUTLIERS = 1 / 4096  # part of the entries
 LOOKED_AT = 1 << 18  # entries by which blocks are chosen
 SCALE_BITS = 2.5  # of a block: about what telling it costs
@@ -109,7 +110,7 @@ class Structured(Converter):
     wire_id = STRUCTURED
     families = ("quantize", "grid", "structure")
     lists_segments = stores_tiny = True
-    by_rows = True
+    by_rows = reads_ahead = True
 
     def __init__(
         self, nmse: float = DEFAULT_NMSE, rank: int = MOST_TERMS, transform: bool = True, classes: bool = True
@@ -133,7 +134,7 @@ class Structured(Converter):
         distortion = self.nmse * energy
         factors = fit_factors(x, view, places, distortion, self.rank)
         if (prediction := factors.prediction_of(0, view.shape[0])) is not None:
-            places = kernels.add_and_measure(x, prediction, -1.0)
+            places = kernels.measure_remainder(x, prediction)
         energies = _by_axis(view, places)
         left = float(energies[0].sum())
         head = view.fields + factors.fields
@@ -141,14 +142,17 @@ class Structured(Converter):
             content = _Content(view, factors, Points(1.0, (), torch.float32), 0, _no_outliers(), conversion.dtype)
             _remember(conversion, content, None)
             return write(out, head, bytes([0]))
-        grid = _fit_grid(x, distortion / left)
+        grid = _fit_grid(x, prediction, distortion, left)
         points = Points(grid.step, grid.offsets, torch.float32)
         classes = fit_classes(view, energies, grid.step) if self.classes else one_class(view)
-        streams = WrittenStreams(x, grid, table(points, grid.largest), classes, outlier_capacity(view.count))
-        coded = streams.coded()
-        symbols, outliers = streams.symbols, streams.outliers
+        kept = _kept(conversion, view, points)
+        values, capacity = table(points, grid.largest), outlier_capacity(view.count)
+        streams = WrittenStreams(x, prediction, grid, values, classes, capacity, kept)
+        coded, outliers = streams.coded(), streams.outliers
         apart = write_outliers(outliers, grid.largest)
-        _remember(conversion, _Content(view, factors, points, grid.largest, outliers, conversion.dtype), symbols)
+        if kept is None:
+            content = _Content(view, factors, points, grid.largest, outliers, conversion.dtype)
+            _remember(conversion, content, streams.symbols)
         offsets = bytes([len(grid.offsets), *(d & 255 for d in grid.offsets)])
         side = bytes([grid.largest]) + offsets + bfloat16(grid.step)
         return write(out, head, side, *coded[:1], varint(len(apart)), *coded[1:], apart)
@@ -196,12 +200,16 @@ def _best_blocks(conversion: Conversion) -> TensorView:
     return as_blocks(conversion.count, best[1])
 
 
-def _fit_grid(x: torch.Tensor, nmse: float) -> MeasuredGrid:
-    """Return the grid with the fewest bits at this relative squared error."""
-    curve = Curve(in_host_memory(kernels.sample(x, None, 0.0)))
+def _fit_grid(x: torch.Tensor, prediction: kernels.Prediction | None, distortion: float, energy: float) -> MeasuredGrid:
+    """Return the grid with the fewest bits at this squared error of x less a prediction, which has this energy."""
+    curve = Curve(in_host_memory(kernels.sample_remainder(x, prediction)))
     if not curve.energy:  # the few entries that are not zero have escaped the sample
-        curve = Curve(in_host_memory(x[x != 0]), int((x == 0).sum()))
-    grid = curve.find(error=nmse * curve.energy)
+        rest = kernels.remainder(x, prediction)
+        curve = Curve(in_host_memory(rest[rest != 0]), int((rest == 0).sum()))
+    # The error of an entry hardly depends on how large it is, and so not on how much of the energy is in the sample.
+    # But where most of it has escaped, what is left there must not be taken for noise.
+    error = distortion * curve.count / len(x)
+    grid = curve.find(error=min(error, max(distortion / energy, FIRM) * curve.energy))
     outliers = curve.outliers(grid)
     for largest in kernels.GRID_SIZES:
         if outliers(largest)[0] <= FEW_OUTLIERS * curve.count:
@@ -218,6 +226,15 @@ def outlier_capacity(count: int) -> int:
 
 def _no_outliers() -> Outliers:
     return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+
+
+def _kept(conversion: Conversion, view: TensorView, points: Points) -> kernels.Kept | None:
+    """Return how the error memory is written in the pass that quantizes; None where what is sent is rounded besides."""
+    if conversion.memory_out is None or conversion.dtype != torch.float32:
+        return None
+    source = (conversion.gradient, conversion.memory, conversion.decay) if view.axes else None
+    offset = points.offsets[-1] / 256 if points.offsets else 0.0
+    return kernels.Kept(conversion.memory_out, source, view.matrices, offset)
 
 
 def _remember(conversion: Conversion, content: _Content, symbols: torch.Tensor | None) -> None:

@@ -11,11 +11,22 @@ from gradwire import _native
 from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, flat_fp32
 from gradwire.kernels.reference.grid import Outliers
-from gradwire.kernels.reference.structure import Energies, Factors, Prediction, Scales, Source, View
+from gradwire.kernels.reference.structure import (
+    RUN,
+    RUNS,
+    SEEN_WHOLE,
+    Energies,
+    Factors,
+    Kept,
+    Prediction,
+    Scales,
+    Source,
+    View,
+)
 
 __all__ = [
-    "add_and_measure", "add_prediction", "axis_energies", "gram", "merge_classes", "prepare", "project_columns",
-    "project_rows", "quantize_classes", "rebuild", "rebuild_classes",
+    "add_prediction", "axis_energies", "gram", "measure_remainder", "merge_classes", "prepare", "project_both",
+    "project_rows", "quantize_classes", "rebuild", "rebuild_classes", "sample_remainder",
 ]  # fmt: skip
 
 DIRECTIONS = 16  # columns of a basis, as the native kernels want them
@@ -60,14 +71,33 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
                            torch.get_num_threads())  # fmt: skip
 
 
+def _flat_factors(prediction: Prediction | None) -> tuple[np.ndarray, np.ndarray, int]:
+    if prediction is None:
+        return NO_FLOATS, NO_SIGNED, 0
+    left, right = (as_array(side.contiguous().view(-1)) for side in prediction)
+    return left, right, len(prediction[1])
+
+
 @where(flat_fp32)
-def add_and_measure(x: torch.Tensor, prediction: Prediction, sign: float) -> Energies:
-    """Predict and measure a few rows at a time."""
-    left, right = prediction
-    rows, places = np.zeros(len(left)), np.zeros(right.shape[1])
-    _native.add_and_measure(as_array(x), as_array(left.contiguous().view(-1)), as_array(right.view(-1)), len(right),
-                            sign, rows, places, torch.get_num_threads())  # fmt: skip
+def measure_remainder(x: torch.Tensor, prediction: Prediction) -> Energies:
+    """Predict and measure a few rows at a time, and keep nothing of them."""
+    rows, places = np.zeros(len(prediction[0])), np.zeros(prediction[1].shape[1])
+    _native.measure_remainder(as_array(x), *_flat_factors(prediction), rows, places, torch.get_num_threads())
     return rows, places, places.sum(keepdims=True)
+
+
+@where(flat_fp32)
+def sample_remainder(x: torch.Tensor, prediction: Prediction | None) -> torch.Tensor:
+    """Predict the entries of the sample alone."""
+    if x.numel() <= SEEN_WHOLE:  # the sample is all of it
+        if prediction is None:
+            return x
+        rest = x.clone()
+        add_prediction(rest, prediction, 0, -1.0)
+        return rest
+    out = np.empty(RUNS * RUN, dtype=np.float32)
+    _native.sample_remainder(as_array(x), *_flat_factors(prediction), RUNS, RUN, out)
+    return torch.from_numpy(out)
 
 
 @where(flat_fp32)
@@ -99,16 +129,20 @@ def _table(values: torch.Tensor) -> np.ndarray:
 
 @where(flat_fp32)
 def quantize_classes(
-    x: torch.Tensor, step: float, shift: float, values: torch.Tensor, capacity: int, scales: Scales, base: int,
-    classes: int, symbols: torch.Tensor, streams: torch.Tensor,
+    x: torch.Tensor, prediction: Prediction | None, step: float, shift: float, values: torch.Tensor, capacity: int,
+    scales: Scales, base: int, classes: int, symbols: torch.Tensor, streams: torch.Tensor, kept: Kept | None = None,
 ) -> tuple[Outliers, np.ndarray]:  # fmt: skip
-    """Quantize a few rows at a time, and share their symbols out while they are in the caches."""
+    """Quantize a few rows at a time, share their symbols out, and rebuild them while they are in the caches."""
     counts = np.empty(classes * len(values), dtype=np.int64)
     positions = torch.empty(capacity, dtype=torch.int64, device="cpu")
     multiples = torch.empty(capacity, dtype=torch.int32, device="cpu")
+    memory_out, source, matrices, offset = kept or (None, None, (), 0.0)
+    gradient, memory, decay = source or (None, None, 0.0)
     number = _native.quantize_classes(
-        as_array(x), step, shift, as_array(values), *scales, base, classes, as_array(symbols), as_array(streams),
-        counts, as_array(positions), as_array(multiples), torch.get_num_threads(),
+        as_array(x), *_flat_factors(prediction), step, shift, as_array(values), *scales, base, classes,
+        as_array(symbols), as_array(streams), counts, as_array(positions), as_array(multiples), offset,
+        as_array(memory_out), as_array(gradient), as_array(memory), decay, _flat(matrices), [len(m) for m in matrices],
+        torch.get_num_threads(),
     )  # fmt: skip
     return (positions[:number], multiples[:number]), counts.reshape(classes, len(values))
 
@@ -146,11 +180,13 @@ def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 @where(flat_fp32)
-def project_columns(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Return xᵀ·basis: in fp32, with the same bits on any number of threads."""
-    out = np.empty(x.numel() // len(basis) * DIRECTIONS, dtype=np.float32)
-    _native.project_columns(as_array(x), _padded(basis), out, torch.get_num_threads())
-    return torch.from_numpy(out.reshape(-1, DIRECTIONS))[:, : basis.shape[1]]
+def project_both(x: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Go through x once, eight rows at a time; with the same bits on any number of threads."""
+    rows, width = x.numel() // len(basis), len(basis)
+    left, right = np.empty(rows * DIRECTIONS, dtype=np.float32), np.empty(width * DIRECTIONS, dtype=np.float32)
+    _native.project_both(as_array(x), _padded(basis), left, right, torch.get_num_threads())
+    both = (torch.from_numpy(side.reshape(-1, DIRECTIONS))[:, : basis.shape[1]] for side in (left, right))
+    return next(both), next(both)
 
 
 @where(flat_fp32)

@@ -7,32 +7,40 @@ row may be cut off where the tensor ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from gradwire.kernels.reference.generator import mix
 from gradwire.kernels.reference.grid import Outliers, grid_quantize
 from gradwire.kernels.reference.quantize import FLOAT_MAX, compensate, dequantize
 
 __all__ = [
     "Energies",
+    "Kept",
+    "Prediction",
     "Source",
-    "add_and_measure",
     "add_prediction",
     "axis_energies",
     "class_counts",
     "entry_classes",
     "gram",
+    "measure_remainder",
     "merge_classes",
     "prepare",
-    "project_columns",
+    "project_both",
     "project_rows",
     "quantize_classes",
     "rebuild",
     "rebuild_classes",
+    "remainder",
+    "sample_remainder",
     "split_classes",
     "transform_kernels",
 ]  # fmt: skip
+
+RUNS, RUN, SEEN_WHOLE = 1024, 16, 1 << 16  # of a sample, how many of its entries lie together, and when there is none
 
 View = tuple[int, int, int]
 Prediction = tuple[torch.Tensor, torch.Tensor]  # fp32, R × r, and int8, r × C·K
@@ -40,6 +48,19 @@ Factors = tuple[torch.Tensor, torch.Tensor, tuple[float, ...]]
 Energies = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients
 Source = tuple[torch.Tensor, torch.Tensor | None, float]  # gradient, error memory and decay
 Scales = tuple[np.ndarray, np.ndarray, np.ndarray]  # of rows, columns and coefficients, int16
+
+
+class Kept(NamedTuple):
+    """What `quantize_classes` does besides: it writes what symbols and outliers leave out to an error memory.
+
+    That is the source less what `rebuild` makes of them. Without a source, x is what they are taken from, and there are
+    no matrices.
+    """
+
+    memory_out: torch.Tensor  # may be the memory of the source
+    source: Source | None
+    matrices: Sequence[torch.Tensor]
+    offset: float  # of the values of outliers from their multiples, in steps
 
 
 def transform_kernels(x: torch.Tensor, matrices: Sequence[torch.Tensor], inverse: bool) -> None:
@@ -140,10 +161,32 @@ def add_prediction(x: torch.Tensor, prediction: Prediction, first: int, sign: fl
     rows += sign * total
 
 
-def add_and_measure(x: torch.Tensor, prediction: Prediction, sign: float) -> Energies:
-    """Do `add_prediction` for all rows, and return the energies of the result, of rows × places × 1."""
-    add_prediction(x, prediction, 0, sign)
-    return axis_energies(x, (len(prediction[0]), prediction[1].shape[1], 1))
+def measure_remainder(x: torch.Tensor, prediction: Prediction) -> Energies:
+    """Return the energies of x less a prediction, of rows × places × 1."""
+    return axis_energies(remainder(x, prediction), (len(prediction[0]), prediction[1].shape[1], 1))
+
+
+def sample_remainder(x: torch.Tensor, prediction: Prediction | None) -> torch.Tensor:
+    """Return what is left of x at sampled entries: runs of 16, one that begins in each of 1024 equal strata.
+
+    Short runs, since neighbours have like scales; and places that are hashed, as those of `sample`. Of up to 2¹⁶
+    entries all are returned.
+    """
+    rest, n = remainder(x, prediction), x.numel()
+    if n <= SEEN_WHOLE:
+        return rest
+    run, stratum = torch.arange(RUNS, dtype=torch.int64, device="cpu"), n // RUNS
+    start = (run * stratum + mix(run) % stratum).clamp(max=n - RUN)
+    return rest[(start[:, None] + torch.arange(RUN, device="cpu")).flatten()]
+
+
+def remainder(x: torch.Tensor, prediction: Prediction | None) -> torch.Tensor:
+    """Return x less a prediction."""
+    if prediction is None:
+        return x
+    rest = x.clone()
+    add_prediction(rest, prediction, 0, -1.0)
+    return rest
 
 
 def rebuild(
@@ -173,18 +216,25 @@ def rebuild(
 
 
 def quantize_classes(
-    x: torch.Tensor, step: float, shift: float, values: torch.Tensor, capacity: int, scales: Scales, base: int,
-    classes: int, symbols: torch.Tensor, streams: torch.Tensor,
+    x: torch.Tensor, prediction: Prediction | None, step: float, shift: float, values: torch.Tensor, capacity: int,
+    scales: Scales, base: int, classes: int, symbols: torch.Tensor, streams: torch.Tensor, kept: Kept | None = None,
 ) -> tuple[Outliers, np.ndarray]:  # fmt: skip
-    """Write the symbols of x, as `grid_quantize` makes them, to `symbols`, and class by class to `streams`.
+    """Write the symbols of x less a prediction, as `grid_quantize` makes them, to `symbols`; by class to `streams`.
 
-    Returns the outliers, and for each class a row of counts, one for each of the `values`.
+    Returns the outliers, and for each class a row of counts, one for each of the `values`. With `kept`, what they leave
+    out goes to an error memory.
     """
-    found, outliers = grid_quantize(x, None, None, 0.0, step, shift, values, capacity)
+    found, outliers = grid_quantize(remainder(x, prediction), None, None, 0.0, step, shift, values, capacity)
     symbols.copy_(found)
     entries = entry_classes(scales, base, classes, 0, len(symbols))
     streams.copy_(torch.from_numpy(split_classes(symbols, scales, base, np.bincount(entries, minlength=classes))))
     counts = np.bincount(entries.astype(np.int64) * len(values) + symbols.numpy(), minlength=classes * len(values))
+    if kept is not None:
+        magnitudes = (outliers[1].abs().float() + kept.offset) * torch.tensor(step, dtype=torch.float32, device="cpu")
+        apart = outliers[0], torch.where(outliers[1] < 0, -magnitudes, magnitudes).clamp(-FLOAT_MAX, FLOAT_MAX)
+        width = len(scales[1]) * len(scales[2])
+        source = kept.source or (x, None, 0.0)
+        rebuild(kept.memory_out, symbols, values, apart, prediction, 0, width, kept.matrices, source)
     return outliers, counts.reshape(classes, len(values))
 
 
@@ -212,6 +262,8 @@ def project_rows(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy((x.view(-1, len(basis)).double() @ basis.double()).float().numpy())
 
 
-def project_columns(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Return xᵀ·basis, for x of len(basis) rows. A fit, as `project_rows`."""
-    return torch.from_numpy((x.view(len(basis), -1).double().t() @ basis.double()).float().numpy())
+def project_both(x: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y = x·basis and xᵀ·y, for x of len(basis) columns. A fit, as `project_rows`."""
+    rows = x.view(-1, len(basis)).double()
+    left = rows @ basis.double()
+    return torch.from_numpy(left.float().numpy()), torch.from_numpy((rows.t() @ left).float().numpy())
