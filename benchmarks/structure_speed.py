@@ -61,7 +61,7 @@ KINDS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
 
 @dataclass
 class Speed:
-    """Nanoseconds of CPU time an entry: of the fastest of all rounds, and of a copy in the same rounds."""
+    """Nanoseconds of CPU time an entry: of each tensor in its fastest round, and of a copy in the same rounds."""
 
     kind: str
     recipe: str
@@ -98,14 +98,14 @@ def _measured(kind: str, tensors: list[torch.Tensor]) -> list[Speed]:
             tensors[i], room, residual=memories[i], residual_out=outs[i].view(-1), decay=1.0
         )
         work[recipe, "decode"] = lambda i, recipe=recipe: gradwire.decode(frames[recipe][i], out=outs[i])
-    fastest = dict.fromkeys(work, float("inf"))
+    spent = {name: [float("inf")] * len(tensors) for name in work}
     for _ in range(ROUNDS):
         for name, each in work.items():
-            started = time.process_time()
             for i in range(len(tensors)):
+                started = time.process_time()
                 each(i)
-            spent = (time.process_time() - started) / len(tensors) / count * 1e9
-            fastest[name] = min(fastest[name], spent)
+                spent[name][i] = min(spent[name][i], time.process_time() - started)
+    fastest = {name: sum(times) / len(times) / count * 1e9 for name, times in spent.items()}
     return [
         Speed(kind, recipe, count, fastest[recipe, "encode"], fastest[recipe, "decode"], fastest["copy", ""],
               8 * sum(map(len, frames[recipe])) / len(tensors) / count)
