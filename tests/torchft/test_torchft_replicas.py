@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ pytest.importorskip("torchft", reason="torchft is not installed")
 
 from gradwire.errors import AggregateError, CheckpointError, GradwireError, SpecError
 from gradwire.torchft import ProcessGroup
+from gradwire.torchft.sum_under_way import SumUnderWay
 from support.torchft_groups import D, Integers, Quorums, add_up, allreduce, in_threads, left, make, vote
 
 SOON = 10  # seconds that anything here may take on a busy machine; timeouts of groups are longer, unless they matter
@@ -281,6 +284,28 @@ def test_abort_ends_exchanges(exchange_thread):
         work.wait()
 
 
+def test_a_sum_that_was_aborted_at_the_last_moment_does_not_succeed(exchange_thread, monkeypatch):
+    """torchft aborts from a timer: a sum that ends in that moment must not be said to end twice."""
+    groups, tensors = [make(seconds=60), make(seconds=60)], [torch.ones(D), torch.ones(D)]
+    came, succeeded = SumUnderWay.message_came, []
+
+    def aborted_meanwhile(work):
+        if work.tensor is tensors[0]:
+            groups[0].abort()
+        return came(work)
+
+    def succeed(work):
+        succeeded.append(work)
+
+    monkeypatch.setattr(SumUnderWay, "message_came", aborted_meanwhile)
+    monkeypatch.setattr(SumUnderWay, "succeed", succeed)
+    Quorums().form(groups)
+    works = [allreduce(group, tensor) for group, tensor in zip(groups, tensors, strict=True)]
+    with pytest.raises(AggregateError, match="aborted"):
+        works[0].wait()
+    assert isinstance(groups[0].errored(), AggregateError) and works[0] not in succeeded
+
+
 def test_a_replica_with_another_spec_leaves_and_the_others_go_on():
     quorums, groups, odd = Quorums(), [make("co3"), make("co3")], make("co3:format=fp8")
     quorums.form(groups)
@@ -381,8 +406,24 @@ def test_a_checkpoint_of_the_whole_training_has_memories():
     [
         ("sbc", "mask=off"), ("sbc2", "sends only every 10 steps"), ("homomorphic", "sums that are made on their way"),
         ("co4", "did you mean"), ({"*": "co3"}, "without names"), ("topk:mask=off,clip_norm=1", "clips"),
+        ("adam", "use structured"),
     ],
 )  # fmt: skip
 def test_specs_that_torchft_cannot_follow(spec, message):
     with pytest.raises(SpecError, match=message):
+        make(spec)
+
+
+@pytest.mark.parametrize("timeout", [None, 60, "60", timedelta(0), timedelta(seconds=-1)])
+def test_timeouts_that_are_none(timeout):
+    with pytest.raises(SpecError, match="timedelta above 0"):
+        ProcessGroup("co3", timeout=timeout)
+    with pytest.raises(SpecError, match="timedelta above 0"):
+        make("co3").set_timeout(timeout)
+
+
+@pytest.mark.parametrize("spec", ["co3", "structured", "stc:mask=off"])
+def test_a_usual_spec_is_no_reason_for_a_warning(spec):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         make(spec)

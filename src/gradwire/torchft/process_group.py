@@ -51,7 +51,7 @@ class ProcessGroup(ProcessGroupWrapper):
         memory: str = "fp32",
     ):  # fmt: skip
         recipes = _checked_recipes(spec)
-        self._recipes, self._seconds = recipes, timeout.total_seconds()
+        self._recipes, self._seconds = recipes, _checked_seconds(timeout)
         self._plain, self._carries_frames = pg or torchft.ProcessGroupGloo(timeout), torchft.ProcessGroupGloo(timeout)
         super().__init__(timeout, self._plain)
         self._memories, self._ledger = WorkerMemories(memory_dtype(memory)), StepLedger()
@@ -131,7 +131,7 @@ class ProcessGroup(ProcessGroupWrapper):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Let exchanges wait so long for a replica, from the next quorum on."""
-        self._seconds = timeout.total_seconds()
+        self._seconds = _checked_seconds(timeout)
         self._carries_frames.set_timeout(timeout)
         self._plain.set_timeout(timeout)
 
@@ -248,13 +248,21 @@ class ProcessGroup(ProcessGroupWrapper):
 def _checked_recipes(spec: str) -> ModelRecipes:
     if not isinstance(spec, str):
         raise SpecError("torchft hands over buckets without names: give one spec for all of them, such as 'co3'")
-    recipes = ModelRecipes({f"{EXACT}*": "none", "*": spec})
+    recipes = ModelRecipes(spec)
     check_recipes(recipes, model_is_known=False)
     if recipes.any("mask"):
         raise SpecError("torchft shows a process group no optimizer, so momentum cannot be masked: add mask=off")
+    if recipes.any("in_adam_units"):
+        raise SpecError("torchft shows a process group no optimizer, whose second moments adam needs: use structured")
     if recipes.any("sums"):
         raise SpecError(f"{spec} is for sums that are made on their way; torchft's replicas exchange frames: use co3")
-    return recipes
+    return ModelRecipes({f"{EXACT}*": "none", "*": spec})
+
+
+def _checked_seconds(timeout: datetime.timedelta) -> float:
+    if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta():
+        raise SpecError(f"timeout must be a datetime.timedelta above 0, such as timedelta(seconds=60), not {timeout!r}")
+    return timeout.total_seconds()
 
 
 def _is_compressed(tensor: torch.Tensor) -> bool:

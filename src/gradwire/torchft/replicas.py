@@ -52,10 +52,11 @@ class Replicas:
         messages = split_into_messages([(name, tensor)], self._recipes.by_pattern)
         work = SumUnderWay(tensor, len(messages), self._drain)
         with self._lock:
-            if self.error is None:
+            error = self.error
+            if error is None:
                 self._under_way.add(work)
-        if self.error is not None:
-            work.fail(self.error)
+        if error is not None:
+            work.fail(error)
             return work
         for i, parts in enumerate(messages):
             self._thread.submit(functools.partial(self._message_job, (name, i), parts, copies, ready, then, work))
@@ -109,9 +110,11 @@ class Replicas:
                 then()
                 if work.tensor.is_cuda:  # whoever waits for the sum goes on in another stream
                     torch.cuda.current_stream(work.tensor.device).synchronize()
-                with self._lock:
+                with self._lock:  # whoever takes a sum out of the set says how it ended
+                    is_under_way = work in self._under_way
                     self._under_way.discard(work)
-                work.succeed()
+                if is_under_way:
+                    work.succeed()
         except Exception as error:
             self.fail(error)
             raise
