@@ -435,6 +435,7 @@ def test_limit_on_elements(backend, spec):
         with pytest.raises(GradwireError, match="max_elements is a number of elements, such as"):
             gradwire.decode(frame, max_elements=wrong)
     assert len(gradwire.decode(frame, max_elements=np.int64(600))) == 600  # as products of numpy's shapes are
+    assert len(gradwire.decode(frame, max_elements=10**400)) == 600  # no float is as large
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta", -5, [], "cuda:99"])

@@ -62,7 +62,7 @@ def decode(
     header, payload = open_frame(data)
     if max_elements is None:
         max_elements = max(DEFAULT_LIMIT, ELEMENTS_PER_BYTE * len(data))
-    elif not isinstance(max_elements, Real) or not float(max_elements) >= 0:
+    elif not isinstance(max_elements, Real) or not max_elements >= 0:
         raise GradwireError(f"max_elements is a number of elements, such as 10**8, not {max_elements!r}")
     if out is None:
         if header.elements > max_elements:
