@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -39,6 +40,34 @@ def test_other_recipes_make_other_plans() -> None:
     assert known.fact("recipe", after, lambda p: str(p[0].recipe)).startswith("ecq")
 
 
+def in_halves(parts: Sequence[TensorPart]) -> list[list[TensorPart]]:
+    return [[half[i] for half in (part.cut(2, 1) for part in parts)] for i in range(2)]
+
+
+def test_shards_are_cut_and_planned_once() -> None:
+    recipes, parts = ModelRecipes("co3"), parts_of()
+    known, cuts = KnownPlans(recipes), list[int]()
+
+    def cut(parts: Sequence[TensorPart]) -> list[list[TensorPart]]:
+        cuts.append(0)
+        return in_halves(parts)
+
+    known.expect("bucket", [parts])
+    shards = known.of_shards(parts, cut, 0)
+    assert [sum(sum(plan.sizes) for plan in plans) for plans in shards.of_owners] == [35_005, 35_005]
+    assert shards.all == [plan for plans in shards.of_owners for plan in plans]
+    assert known.of_shards(parts, cut, 1) is shards and len(cuts) == 1
+    asked: list[int] = []
+    for _ in range(2):
+        for plans in (*shards.of_owners, shards.all):
+            known.fact("length", plans, lambda p: asked.append(0) or len(p))
+    assert len(asked) == 3
+    whole = known.of_parts(parts, 1)  # of the same parts, beside them
+    assert known.of_parts(parts, 1) is whole and known.of_shards(parts, cut, 1) is shards
+    recipes.use("ecq")
+    assert str(known.of_shards(parts, cut, 2).all[0].recipe).startswith("ecq") and len(cuts) == 2
+
+
 def test_a_warm_up_is_planned_in_every_step() -> None:
     known, parts = KnownPlans(ModelRecipes("topk:warmup=10")), parts_of()
     known.expect("bucket", [parts])
@@ -61,6 +90,7 @@ def test_nothing_is_kept_of_tensors_that_do_not_come_again() -> None:
     seen = weakref.ref(announced[0].tensor)
     known.expect("bucket", [announced])
     known.fact("length", known.of_parts(announced, 0), len)
+    known.fact("length", known.of_shards(announced, in_halves, 0).all, len)
     del announced
     known.expect("bucket", ())
     gc.collect()

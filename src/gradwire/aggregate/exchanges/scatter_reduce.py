@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -39,8 +39,8 @@ class ScatterReduceExchange:
     def run(self, key: Hashable, parts: list[TensorPart], last: bool = True) -> Exchange:
         """Replace the parts by their means over all ranks of the link."""
         messages, coder = self.messages, self.messages.coder
-        shards = [coder.plan(shard) for shard in shards_for_ranks(parts, self.link.world, self._owners)]
-        subject = messages.subject([plan for plans in shards for plan in plans])
+        shards, plans_of_all = coder.plan_shards(parts, self._cut)
+        subject = messages.subject(plans_of_all)
         encoded = [messages.encode((key, owner), plans, self.link.device) for owner, plans in enumerate(shards)]
         ticket = self._to_owners.start(key, subject, [block for block, _ in encoded], [n for _, n in encoded])
         yield Pause(None)
@@ -55,6 +55,9 @@ class ScatterReduceExchange:
 
         for owner, message in enumerate(self._to_all.finish(ticket)):
             messages.average([(owner, message)], shards[owner])
+
+    def _cut(self, parts: Sequence[TensorPart]) -> list[list[TensorPart]]:
+        return shards_for_ranks(parts, self.link.world, self._owners)
 
     def forget_lengths(self) -> None:
         """Agree on the lengths of messages anew: another recipe is used from now on."""

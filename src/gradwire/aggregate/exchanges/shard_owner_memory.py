@@ -28,7 +28,10 @@ class ShardMemory:
         self._loaded: dict[str, torch.Tensor] = {}  # by parameter name
 
     def apart(self, plan: FramePlan) -> FramePlan:
-        """Return a plan with the same shards as tensors of their own, in fp32 at least, named by their keys."""
+        """Return a plan with the same shards as tensors of their own, in fp32 at least, named by their keys.
+
+        They lie where the shards do, if these have that dtype.
+        """
         shards = []
         for part in plan.parts:
             dtype = torch.promote_types(part.tensor.dtype, torch.float32)
@@ -38,7 +41,9 @@ class ShardMemory:
                 if part.name in self._loaded:
                     loaded = self._loaded[part.name].reshape(-1)[part.lo : part.hi]
                     self.errors.replace(part.key, loaded.view(_own_shape(part)).clone())
-            own = torch.empty(_own_shape(part), dtype=dtype, device=part.tensor.device)
+            # What this rank had in a shard has been sent by the time when the mean is made, in its place if it fits.
+            fits = part.tensor.dtype == dtype
+            own = part.entries.view(_own_shape(part)) if fits else part.entries.new_empty(_own_shape(part), dtype=dtype)
             shards.append(TensorPart(part.key, own, 0, part.size))
         return FramePlan(plan.recipe, plan.codec, shards)
 

@@ -26,7 +26,7 @@ from gradwire.aggregate.messages.frame_coding import (
     most_frame_bytes,
 )
 from gradwire.aggregate.messages.frame_plan import FramePlan
-from gradwire.aggregate.messages.known_plans import KnownPlans
+from gradwire.aggregate.messages.known_plans import Cut, KnownPlans, ShardPlans
 from gradwire.aggregate.messages.model_recipes import ModelRecipes
 from gradwire.aggregate.messages.step_ledger import StepLedger
 from gradwire.aggregate.messages.tensor_parts import TensorPart
@@ -74,6 +74,10 @@ class MessageCoder:
     def plan(self, parts: Sequence[TensorPart]) -> list[FramePlan]:
         """Return the frames that these parts are sent in at this step."""
         return self.known.of_parts(parts, self.ledger.steps)
+
+    def plan_shards(self, parts: Sequence[TensorPart], cut: Cut) -> ShardPlans:
+        """Return the frames of the shards that `cut` makes of these parts, at this step; it is the same in all."""
+        return self.known.of_shards(parts, cut, self.ledger.steps)
 
     # ── encoding ──
 
@@ -230,7 +234,7 @@ class MessageCoder:
             most = sum(p.codec.max_frame_bytes(t) for p, tensors in zip(plans, values, strict=True) for t in tensors)
             block = self._block(key, start + most)
             if note:
-                block[PREFIX:start] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+                block.numpy()[PREFIX:start] = np.frombuffer(note, dtype=np.uint8)
             end = start
             for plan, tensors in zip(plans, values, strict=True):
                 end += encode(plan, tensors, block[end:])

@@ -12,6 +12,7 @@ from gradwire.aggregate.messages.frame_coding import most_frame_bytes, unusable_
 from gradwire.aggregate.messages.frame_plan import FramePlan, fingerprint, only_present
 from gradwire.aggregate.messages.message_coder import HOST, MessageCoder
 from gradwire.aggregate.messages.step_tensors import StepTensors
+from gradwire.aggregate.messages.tensor_parts import TensorPart
 from gradwire.aggregate.transport.message_prefix import Subject
 from gradwire.errors import FrameError
 
@@ -38,7 +39,7 @@ class PartialMessages:
 
         With `everything` it carries tensors without a gradient, too, for what is in their memories.
         """
-        parts = [part for plan in plans for part in plan.parts]
+        parts = self.coder.known.fact("parts", plans, _parts)
         present = self.tensors.which_have_gradients(parts, self.coder.which_are_zero)
         if everything:
             present = [True] * len(parts)
@@ -47,7 +48,7 @@ class PartialMessages:
     def average(self, arrived: Sequence[tuple[int, torch.Tensor]], plans: Sequence[FramePlan]) -> list[bool]:
         """Replace the parts by the means of these ranks' messages, or their sums; return which were in any of them."""
         weight = 1.0 if self._sums else 1 / len(arrived)
-        parts = [part for plan in plans for part in plan.parts]
+        parts = self.coder.known.fact("parts", plans, _parts)
         notes = [self._opened(sender, message, len(parts)) for sender, message in arrived]
         flags = [present for present, _ in notes]
         bodies = [message[start:] for (_, message), (_, start) in zip(arrived, notes, strict=True)]
@@ -96,6 +97,10 @@ class PartialMessages:
         self.coder.decode(sender, frames, plans, targets, weight, accumulate=False)
         for plan, target in zip(plans, targets, strict=True):
             yield from target.split(plan.sizes)
+
+
+def _parts(plans: Sequence[FramePlan]) -> list[TensorPart]:
+    return [part for plan in plans for part in plan.parts]
 
 
 def most_message_bytes(plans: Sequence[FramePlan]) -> int:

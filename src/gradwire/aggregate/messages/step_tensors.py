@@ -39,12 +39,17 @@ class StepTensors:
         self, parts: Sequence[TensorPart], which_are_zero: Callable[[Sequence[TensorPart]], list[bool]]
     ) -> list[bool]:
         """Return for each part whether it is sent; error memories of those that are not stay as they are."""
-        unknown = [p for p in parts if not self.is_missing(p) and not self._memories.has_momentum(p.name)]
-        zero = {part.key for part, is_zero in zip(unknown, which_are_zero(unknown), strict=True) if is_zero}
+        present = [not self.is_missing(part) for part in parts]
+        unknown = [
+            part for part, has in zip(parts, present, strict=True) if has and not self._memories.has_momentum(part.name)
+        ]
+        zero = {id(part) for part, is_zero in zip(unknown, which_are_zero(unknown), strict=True) if is_zero}
+        if not zero:
+            return present
         for part in unknown:
-            if part.key in zero and not part.whole:  # other parts of the tensor may be sent: then all its memory counts
+            if id(part) in zero and not part.whole:  # other parts of the tensor may be sent: then all its memory counts
                 self._memories.errors.keep(part.name, part.lo, part.hi)
-        return [not self.is_missing(part) and part.key not in zero for part in parts]
+        return [has and id(part) not in zero for part, has in zip(parts, present, strict=True)]
 
     def note_sent(self, names: Iterable[str]) -> None:
         """Take note of tensors that at least one rank has sent."""

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -34,28 +35,28 @@ class TensorPart:
     hi: int
     by_rows: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of entries of this part."""
         return self.hi - self.lo
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether this part is the whole tensor."""
         return self.size == self.tensor.numel()
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The tensor's name, followed by the range of entries unless the part is the whole tensor."""
         return self.name if self.whole else f"{self.name}[{self.lo}:{self.hi}]"
 
-    @property
+    @cached_property
     def row(self) -> int:
         """The number of entries of a row of the tensor; 1 if its shape has no rows to keep whole."""
         shape = self.tensor.shape
         return math.prod(shape[1:]) if self.by_rows and len(shape) > 1 else 1
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape in which the part is coded: that of the whole tensor, or of some of its rows, or flat."""
         if self.whole:
@@ -67,7 +68,10 @@ class TensorPart:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same entries of another tensor of this shape, in the shape of the part."""
-        return tensor if self.whole else tensor.view(-1)[self.lo : self.hi].view(self.shape)
+        if self.whole:
+            return tensor
+        flat = tensor.view(-1).narrow(0, self.lo, self.size)
+        return flat if len(self.shape) == 1 else flat.view(self.shape)
 
     @property
     def entries(self) -> torch.Tensor:

@@ -159,7 +159,8 @@ class AllToAll:
             for r, (block, length) in enumerate(zip(blocks, lengths, strict=True))
             if length > len(block)
         }
-        self.link.send_and_receive(sent, received)
+        if sent or received:
+            self.link.send_and_receive(sent, received)
         for r, rest in received.items():
             blocks[r] = torch.cat([blocks[r], rest])
 

@@ -36,7 +36,10 @@ class Subject:
     def seal(self, block: torch.Tensor, length: int) -> None:
         """Write the prefix of a message that stands in block[16:16+length]."""
         prefix = _PREFIX.pack(length, self.step & 0xFFFFFFFF, self.fingerprint)
-        block[:PREFIX] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
+        if block.is_cpu:
+            block.numpy()[:PREFIX] = np.frombuffer(prefix, dtype=np.uint8)
+        else:
+            block[:PREFIX] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
 
     @property
     def stamp(self) -> int:
