@@ -12,6 +12,7 @@ from gradwire.codecs.decoding import (
     decode_payload,
     nonzero_positions,
     open_frame,
+    payload_of,
 )
 from gradwire.codecs.encoding import CONVERTIBLE, Codec
 
@@ -29,4 +30,5 @@ __all__ = [
     "decode_payload",
     "nonzero_positions",
     "open_frame",
+    "payload_of",
 ]

@@ -100,12 +100,19 @@ def _allocate(header: headers.Header, payload: np.ndarray, device: torch.device)
 
 def open_frame(data: np.ndarray) -> tuple[headers.Header, np.ndarray]:
     """Return header and payload of a frame whose checksum is right and whose codec is known."""
-    header, _ = headers.open_frame(memoryview(data))
+    view = memoryview(data)
+    header = headers.read_header(view)
+    return header, payload_of(header, view)
+
+
+def payload_of(header: headers.Header, frame: memoryview) -> np.ndarray:
+    """Return the payload of a frame whose header was read, if the checksum is right and the codec known."""
+    headers.verify(header, frame)
     if header.codec not in DECODERS:
         raise FrameError(f"unknown codec {header.codec} in frame")
     if header.flags & headers.SEGMENTED and header.codec not in SEGMENTED_CODECS:
         raise FrameError("a frame of this codec has no segments")
-    return header, data[header.length :]
+    return np.frombuffer(frame, dtype=np.uint8)[header.length :]
 
 
 def bound(header: headers.Header, payload: np.ndarray) -> float | None:

@@ -77,7 +77,7 @@ def fit_segments(fmt: Format, u: torch.Tensor, lengths: np.ndarray) -> list[Step
 
 def round_steps(steps: np.ndarray) -> np.ndarray:
     """Return what `round_step` does, of each of these steps."""
-    bits = np.clip(steps, SMALLEST_STEP, LARGEST_STEP).astype(np.float32).view(np.uint32)
+    bits = np.minimum(np.maximum(steps, SMALLEST_STEP), LARGEST_STEP).astype(np.float32).view(np.uint32)
     rounded: np.ndarray = ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
     return rounded
 

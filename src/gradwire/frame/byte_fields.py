@@ -9,6 +9,8 @@ from gradwire.errors import FrameError
 
 def varint(value: int) -> bytes:
     """Return a number as unsigned LEB128: seven bits a byte, the lowest first."""
+    if value < 128:
+        return bytes((value,))
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -42,7 +44,11 @@ class Reader:
 
     def byte(self) -> int:
         """Take one byte as a number."""
-        return self.take(1)[0]
+        position = self.position
+        if position >= len(self.data):
+            raise FrameError("frame is cut short")
+        self.position = position + 1
+        return self.data[position]
 
     def bfloat16(self) -> float:
         """Take two bytes as a bfloat16 number."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -59,7 +60,7 @@ class Header:
     payload_length: int
     length: int  # of the header itself
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """How many entries the tensor has."""
         return math.prod(self.shape)
@@ -123,23 +124,34 @@ def read_header(data: memoryview) -> Header:
 def open_frame(data: memoryview) -> tuple[Header, memoryview]:
     """Return the header and the payload of `data`, which must be exactly one frame; the checksum is verified."""
     header = read_header(data)
+    verify(header, data)
+    return header, data[header.length :]
+
+
+def verify(header: Header, data: memoryview) -> None:
+    """Raise FrameError unless `data` is exactly one frame, with this header and the right checksum."""
     if header.frame_length != len(data):
         raise FrameError(f"frame declares {header.frame_length} bytes, but there are {len(data)}")
     (stated,) = struct.unpack_from("<I", data, _CHECKSUM_AT)
     if stated != _checksum(data):
         raise FrameError("checksum mismatch: the frame is damaged")
-    return header, data[header.length :]
 
 
 def split(message: memoryview, most: int | None = None) -> list[memoryview]:
     """Return the frames that stand one after the other in a message; FrameError if there are more than `most`."""
-    frames: list[memoryview] = []
+    return [frame for _, frame in split_with_headers(message, most)]
+
+
+def split_with_headers(message: memoryview, most: int | None = None) -> list[tuple[Header, memoryview]]:
+    """Return what `split` does, each frame with its header."""
+    frames: list[tuple[Header, memoryview]] = []
     while len(message):
         if len(frames) == most:
             raise FrameError(f"more frames than the {most} that are announced")
-        length = read_header(message).frame_length
+        header = read_header(message)
+        length = header.frame_length
         if length > len(message):
             raise FrameError("last frame of the message is cut short")
-        frames.append(message[:length])
+        frames.append((header, message[:length]))
         message = message[length:]
     return frames

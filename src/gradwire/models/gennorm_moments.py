@@ -31,6 +31,7 @@ def moment_ratio(beta: float) -> float:
 
 
 RATIOS = np.array([moment_ratio(b) for b in BETAS])
+_INDEXES = np.arange(GRID, dtype=np.float64)
 
 
 def fit(mean_abs_x: float, mean_square_x: float) -> tuple[float, float]:
@@ -43,7 +44,7 @@ def fit(mean_abs_x: float, mean_square_x: float) -> tuple[float, float]:
 def nearest_index(mean_abs_x: float, mean_square_x: float) -> int:
     """Return the index into BETAS of the β that has these moments most nearly."""
     ratio = mean_abs_x / mean_square_x * mean_abs_x
-    position = float(np.interp(ratio, RATIOS, np.arange(GRID)))
+    position = float(np.interp(ratio, RATIOS, _INDEXES))
     return round(position)
 
 

@@ -62,13 +62,14 @@ def unpack(data: memoryview, symbols: int, precision: int, implied: int) -> tupl
     """Return the frequencies at the front of `data`, and how many bytes they took; FrameError if they are damaged."""
     # No table is longer: each code has at most 2·precision + 1 bits.
     limit = ((symbols - 1) * (2 * precision + 1) + 7) // 8
-    unpacked = np.unpackbits(np.frombuffer(data[:limit], dtype=np.uint8), bitorder="little")
-    bits = (unpacked + ord("0")).tobytes().decode()  # Python finds and reads digits in a string faster than in a list
-    frequencies, position = [], 0
+    table = data[:limit]
+    # Python finds and reads digits in a string faster than in a list. The first bit of a byte is its lowest.
+    bits = f"{int.from_bytes(table, 'little'):0{8 * len(table)}b}"[::-1]
+    frequencies, position, most = [], 0, len(bits)
     for _ in range(symbols - 1):
         one = bits.find("1", position, position + precision + 1)
         end = 2 * one - position + 1
-        if one < 0 or end > len(bits):
+        if one < 0 or end > most:
             raise FrameError("damaged frequency table")
         frequencies.append(int(bits[one:end], 2) - 1)
         position = end

@@ -12,14 +12,12 @@ with np.errstate(divide="ignore"):
 def normalize(counts: np.ndarray, precision: int) -> np.ndarray:
     """Scale counts to integers that add up to 2^precision, at least 1 where a count is not 0 (docs/wire-format.md)."""
     counts = np.asarray(counts, dtype=np.int64)
-    target, total = 1 << precision, int(counts.sum())
-    scaled = counts << precision
-    floor = scaled // total
-    frequencies = np.where(counts > 0, np.maximum(floor, 1), 0)
-    missing = target - int(frequencies.sum())
+    floor, remainder = np.divmod(counts << precision, np.add.reduce(counts))
+    frequencies = np.maximum(floor, counts > 0)
+    missing = (1 << precision) - int(np.add.reduce(frequencies))
     if missing > 0:
-        remainder = np.where(floor > 0, scaled % total, -1)
-        frequencies[np.argsort(-remainder, kind="stable")[:missing]] += 1
+        remainder[floor == 0] = -1
+        frequencies[(-remainder).argsort(kind="stable")[:missing]] += 1
     for _ in range(-missing):
         frequencies[np.argmax(frequencies)] -= 1
     return frequencies

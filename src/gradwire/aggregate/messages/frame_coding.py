@@ -97,13 +97,14 @@ def decode_frames(
     """
     finite = True
     try:
-        split = headers.split(memoryview(frames))
+        split = headers.split_with_headers(memoryview(frames))
         if len(split) != len(plans):
             raise FrameError(f"{len(split)} frames, expected {len(plans)}")
-        for frame, plan, target in zip(split, plans, targets, strict=True):
-            header, payload = codecs.open_frame(np.frombuffer(frame, dtype=np.uint8))
-            if header.elements != sum(plan.sizes):
-                raise FrameError(f"{header.elements} elements for {', '.join(plan.names)}, expected {sum(plan.sizes)}")
+        for (header, frame), plan, target in zip(split, plans, targets, strict=True):
+            payload = codecs.payload_of(header, frame)
+            expected = sum(plan.sizes)
+            if header.elements != expected:
+                raise FrameError(f"{header.elements} elements for {', '.join(plan.names)}, expected {expected}")
             finite &= not header.nonfinite
             codecs.decode_payload(header, payload, target, weight, accumulate)
     except FrameError as error:
