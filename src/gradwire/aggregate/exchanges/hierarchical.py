@@ -45,7 +45,7 @@ class HierarchicalExchange:
         for row, shard in zip(rows, shards, strict=True):
             lay_out(row, shard)
         summed, work = host.reduce_scatter(rows.view(-1).to(host.device))
-        yield Pause(None)
+        yield Pause(None, work.is_completed)
         host.wait(work)
         take_from(summed.cpu() / host.world, own_shard)
 

@@ -43,7 +43,7 @@ class ScatterReduceExchange:
         subject = messages.subject(plans_of_all)
         encoded = [messages.encode((key, owner), plans, self.link.device) for owner, plans in enumerate(shards)]
         ticket = self._to_owners.start(key, subject, [block for block, _ in encoded], [n for _, n in encoded])
-        yield Pause(None)
+        yield Pause(None, lambda: self._to_owners.arrived(ticket))
 
         means = [self.memory.apart(plan) for plan in shards[self.link.rank]]
         sent = messages.average(list(enumerate(self._to_owners.finish(ticket))), means)

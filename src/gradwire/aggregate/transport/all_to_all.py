@@ -110,9 +110,13 @@ class AllToAll:
             self._buffers[key] = buffer
         return buffer[:size]
 
+    def arrived(self, pending: PendingMessages) -> bool:
+        """Tell whether `finish` would not wait, unless for a rest."""
+        return pending.work.is_completed()
+
     def ready(self, pending: PendingMessages) -> bool:
         """Tell whether `finish` would neither wait nor send a rest, which has a fixed place in the order."""
-        if not pending.work.is_completed():
+        if not self.arrived(pending):
             return False
         out = zip(pending.blocks, pending.capacities_out, strict=True)
         fits = all(len(block) <= room for r, (block, room) in enumerate(out) if r != self.link.rank)

@@ -3,7 +3,8 @@
 An exchange is a generator: it starts a collective, and yields a `Pause` until that has come through. Exchanges that are
 waiting let others begin. But collectives must be started in the same order on every rank, whatever arrives first. So an
 exchange that will start another collective (its pause is `ordered`) goes on at a fixed place: each time a new exchange
-has begun, all ordered ones go on by one pause, newest first. All others go on as soon as they can.
+has begun, all ordered ones go on by one pause, newest first. All others go on as soon as they can, also while an
+ordered one would have to wait.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Pause:
     ready: Callable[[], bool] | None
     """Tells whether the exchange could go on without waiting; None if it will start another collective."""
 
+    arrived: Callable[[], bool] | None = None
+    """Tells of an ordered exchange whether it could go on without waiting; None if that cannot be told."""
+
     @property
     def ordered(self) -> bool:
         """Whether the exchange has to go on at the same place in the order on all ranks."""
@@ -51,6 +55,11 @@ class _RunningExchange:
     @property
     def ordered(self) -> bool:
         return self.pause is not None and self.pause.ordered
+
+    @property
+    def would_wait(self) -> bool:
+        """Whether an ordered exchange is known to wait if it goes on now."""
+        return self.pause is not None and self.pause.arrived is not None and not self.pause.arrived()
 
 
 class ExchangeThread:
@@ -157,32 +166,43 @@ class ExchangeThread:
 
     def _begin(self, exchange: Callable[[], Exchange]) -> None:
         begun = _RunningExchange(exchange())
-        for other in reversed(self._running):
-            if other.ordered:
-                other.advance()
+        self._advance_ordered()
         self._running.append(begun)
         self._advance_ready()
+
+    def _advance_ordered(self) -> None:
+        """Let all ordered exchanges go on by one pause, newest first; before one would wait, others go on that can."""
+        for running in list(reversed(self._running)):
+            if running.ordered:
+                while running.would_wait and self._advance_oldest():
+                    pass
+                running.advance()
 
     def _advance_ready(self) -> None:
         """Let the oldest exchanges go on, as far as they can without waiting."""
         try:
-            while self._running:
-                first = self._running[0]
-                if first.pause is not None:
-                    if first.pause.ready is None or not first.pause.ready():
-                        return
-                    first.advance()
-                if first.pause is None:
-                    self._running.popleft()
+            while self._advance_oldest():
+                pass
         except BaseException as error:
             self._error = error
             self._running.clear()
 
+    def _advance_oldest(self) -> bool:
+        """Let the oldest exchange go on if it can without waiting; tell whether it has."""
+        if not self._running:
+            return False
+        oldest = self._running[0]
+        if oldest.pause is not None:
+            if oldest.pause.ready is None or not oldest.pause.ready():
+                return False
+            oldest.advance()
+        if oldest.pause is None:
+            self._running.popleft()
+        return True
+
     def _finish_all(self) -> None:
         while any(running.ordered for running in self._running):
-            for running in reversed(self._running):
-                if running.ordered:
-                    running.advance()
+            self._advance_ordered()
         while self._running:
             running = self._running.popleft()
             while running.pause is not None:
