@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gradwire
 from gradwire import SpecError
-from gradwire.engine import auto
+from gradwire.engine import auto, tuner
 from gradwire.engine.auto import CANDIDATES, CHECK, EXACT, HALF, PLAIN, Auto
 from gradwire.engine.cost_model import Load, Speed, all_reduce_s, structure_may_pay
 from support.cases import for_each
@@ -177,6 +179,40 @@ def on_a_slow_link(rank: int) -> None:
         assert "co3" in errors and (not tried or 0 < errors["structured"] < 0.04), errors
 
 
-@pytest.mark.parametrize("scenario", [on_a_slow_link, where_one_has_an_adam, where_none_has_an_adam])
+def on_a_link_that_becomes_fast(rank: int) -> None:
+    """When it tries again, it goes by the link as it is then: what was hopeless before is tried, too."""
+    measure, check, clock = Speed.measure, auto.CHECK, [0.0]
+    tuner.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
+    auto.CHECK = 2
+    try:
+        Speed.measure = lambda link: Speed(1e-3, 1e3)
+        model = make_ddp()
+        handle = gradwire.ddp.attach(model, "auto")
+        used: list[str] = []
+        aggregations: list[str] = []
+
+        def run(steps: int, seconds: float) -> None:
+            used.clear()
+            aggregations.clear()
+            for step in range(steps):
+                clock[0] += seconds
+                backward(model, rank, step)
+                used.append(handle.gradients.tuner.auto.spec)
+                aggregations.append(handle.gradients.exchange.aggregate)
+
+        run(50, 0.1)
+        assert handle.gradients.tuner.auto.settled and "structured" in used and not PLAIN.keys() & set(used), used
+        assert aggregations[-1] == "scatter_reduce", aggregations
+        Speed.measure = lambda link: Speed(1e-5, 1e12)
+        run(70, 0.01)
+        assert handle.gradients.tuner.auto.settled and PLAIN.keys() <= set(used), used
+        assert "structured" not in used[10:] and "all_gather" in aggregations, (used, aggregations)
+    finally:
+        Speed.measure, auto.CHECK, tuner.time = measure, check, time
+
+
+@pytest.mark.parametrize(
+    "scenario", [on_a_slow_link, on_a_link_that_becomes_fast, where_one_has_an_adam, where_none_has_an_adam]
+)
 def test_on_three_ranks(ranks: RankPool, scenario: Callable[[int], None]) -> None:
     ranks.check(scenario)

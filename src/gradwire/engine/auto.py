@@ -1,7 +1,8 @@
 """`auto`: every candidate is tried for some steps, and the fastest of those with a small enough error is kept.
 
 What counts is the time of whole training steps, as the user has them, and on the slowest rank. When it changes for
-good, because the link did, all are tried again. Ranks decide from the same figures, so they decide alike.
+good, because the link did, all are tried again, on the link as it is then. Ranks decide from the same figures, so they
+decide alike.
 
 A rank that is alone has nobody to send to: it stays with plain all-reduce, and tries nothing.
 """
@@ -59,9 +60,10 @@ class Auto:
     agree: Agree
     plain_seconds: Callable[[int], float]  # what all-reduce of so many bytes an entry would take for its bytes alone
     target: float = DEFAULT_ERROR
-    candidates: Sequence[str] = CANDIDATES
+    candidates: Callable[[], Sequence[str]] = lambda: CANDIDATES  # asked whenever all are tried: links change
     alone: bool = False  # whether there is one rank only
     settled: bool = False
+    tried: Sequence[str] = ()  # the candidates that were tried last, or are
     trials: list[Trial] = field(default_factory=list)  # that are over
     _left: list[Trial] = field(default_factory=list)  # the first is under way
     _times: list[float] = field(default_factory=list)
@@ -76,7 +78,8 @@ class Auto:
 
     def _try_all(self) -> None:
         self.settled = False
-        self.trials, self._left = [], [Trial(spec, 0.0) for spec in self.candidates]
+        self.tried = self.candidates()
+        self.trials, self._left = [], [Trial(spec, 0.0) for spec in self.tried]
         self._times = []
 
     @property

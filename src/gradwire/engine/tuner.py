@@ -38,11 +38,11 @@ class Tuner:
         self._sends_as_is = open_aggregate and exchange.host is None and self._recipes.send_as_is
         self._open_aggregate = open_aggregate and exchange.link.world > 2 and not self._sends_as_is
         measures = (target is not None and not alone) or self._open_aggregate
-        self._speed = Speed.measure(link) if measures else None
-        structured = self._speed is not None and structure_may_pay(self._speed, exchange.link.world)
+        self._speed = Speed.measure(link) if measures and target is None else None  # else `_candidates` measures it
         self._under_adam = measures and self._largest([float(under_adam)]) == [1.0]  # on any rank: all try the same
-        candidates = auto.candidates(exchange.host is None, structured, self._under_adam)
-        self.auto = None if target is None else Auto(self._largest, self._plain_seconds, target, candidates, alone)
+        self.auto = (
+            None if target is None else Auto(self._largest, self._plain_seconds, target, self._candidates, alone)
+        )
         self._aggregate = exchange.aggregate  # what every recipe begins with
         self._ended = 0.0  # when the last step did
         self._since: dict[str, float] = {"steps": self._ledger.steps}  # figures when the recipe was last changed
@@ -67,7 +67,7 @@ class Tuner:
         """The specs whose errors are to be measured in the next step."""
         if self.auto is None or not self.auto.measuring:
             return ()
-        return [auto.MEASURED_BY.get(spec, spec) for spec in self.auto.candidates if spec != auto.EXACT]
+        return [auto.MEASURED_BY.get(spec, spec) for spec in self.auto.tried if spec != auto.EXACT]
 
     def step_done(self, rival_errors: Mapping[str, float]) -> None:
         """Learn from a step that is over, and from the relative errors of the rivals if they were measured."""
@@ -78,10 +78,19 @@ class Tuner:
         if self.auto is not None and seconds < now:  # not the first, before which there was none
             before, was_settled = self.auto.spec, self.auto.settled
             self.auto.step_done(seconds, rival_errors)
-            if self.auto.spec != before:
+            tries_again = was_settled and not self.auto.settled  # the aggregation is chosen anew, too
+            if self.auto.spec != before or tries_again:
                 self.use(self.auto.spec)
             if self.auto.settled and not was_settled and self.link.rank == 0:
                 _log.info("auto: %s%s", self.auto.reason, ADVICE if self._under_adam and not self.plain else "")
+
+    def _candidates(self) -> Sequence[str]:
+        """Return the specs to try on the link as it is now."""
+        self.exchange.settle()
+        self._speed = Speed.measure(self.link)
+        structured = structure_may_pay(self._speed, self.exchange.link.world)
+        # Hosts that share memories all-reduce in their own way.
+        return auto.candidates(self.exchange.host is None, structured, self._under_adam)
 
     def loaded(self) -> None:
         """Take note that the number of steps has changed, by a checkpoint."""
