@@ -18,9 +18,14 @@ from typing import Any
 
 import pytest
 
-import gradwire
-from support.helpers import gradient, native
-from support.kernel_calls import call_corners, call_with_all_recipes, call_with_golden_frames, call_with_shapes
+from support.helpers import native
+from support.kernel_calls import (
+    call_corners,
+    call_with_all_recipes,
+    call_with_golden_frames,
+    call_with_large_tensors,
+    call_with_shapes,
+)
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("aarch64-linux-gnu-g++")
@@ -81,7 +86,7 @@ def test_kernels_do_the_same_as_here(driver: Path, tmp_path: Path) -> None:
         call_with_golden_frames()
         call_with_all_recipes([1, 63, 65, 700, 3001])
         call_with_shapes()
-        gradwire.codec("co3").encode(gradient(70_001))  # large enough to be sampled
+        call_with_large_tensors()
         call_corners(0, 150)
     missing = kernel_functions() - cases.functions
     assert not missing, f"nobody calls {sorted(missing)}"

@@ -72,6 +72,14 @@ def call_with_shapes() -> None:
             decode_all_ways(encode_into(gradwire.codec(spec), tensor, residual=memory, decay=0.9))
 
 
+def call_with_large_tensors() -> None:
+    """Tensors large enough to be sampled: a matrix of which most is predicted, and one without a prediction."""
+    gradwire.codec("co3").encode(gradient(70_001))
+    matrix = torch.outer(gradient(280, 2), gradient(256, 3)) + 0.01 * gradient(280 * 256, 4).view(280, 256)
+    for spec in ("structured", "structured:rank=0"):
+        gradwire.codec(spec).encode(matrix)
+
+
 def a_table(rng: Rng, size: int, precision: int) -> np.ndarray:
     """Frequencies: some zero, or one of nearly all."""
     frequencies = rng.multinomial(2**precision, rng.dirichlet([rng.choice([0.01, 0.2, 1.0, 50.0])] * size))
