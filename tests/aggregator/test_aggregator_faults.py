@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -207,15 +207,19 @@ def test_an_aggregator_restarted_in_mid_operation() -> None:
                 given = [some_words(10 * step + peer, 1000, 100 * WORDS) for peer in range(3)]
                 right &= equal(client.finish(client.start(*given[worker])), sums(given))
                 if worker == 0 and step in (10, 30):
-                    threading.Thread(target=restart).start()  # the others are somewhere in this step or the next
+                    restarts.append(thread.submit(restart))  # the others are somewhere in this step or the next
             return right, client.operations
 
     def restart() -> None:
         (restarted or [first])[-1].stop()
         restarted.append(Serving(first.port))
 
+    restarts: list[Future[None]] = []
     try:
-        assert at_once(3, work) == [(True, 60)] * 3
+        with ThreadPoolExecutor(1) as thread:  # one after the other: the second may be due before the first is over
+            assert at_once(3, work) == [(True, 60)] * 3
+        for done in restarts:
+            done.result()
         assert len(restarted) == 2
     finally:
         for aggregator in (first, *restarted):
