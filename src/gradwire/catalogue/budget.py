@@ -77,24 +77,23 @@ def allocate(
     if gradients and all(name.startswith("module.") for name in gradients):  # as DDP's own named_parameters have it
         gradients = {name.removeprefix("module."): gradient for name, gradient in gradients.items()}
     layers = _layers(gradients)
-    least = sum(layer.frame_bytes(_codec(floor, decay)) for layer in layers)
-    if budget < least:
-        raise GradwireError(f"a budget of {budget} bytes is impossible: these gradients take at least {least}")
+    chosen, lengths = [floor] * len(layers), [layer.frame_bytes(_codec(floor, decay)) for layer in layers]
+    if budget < sum(lengths):
+        raise GradwireError(f"a budget of {budget} bytes is impossible: these gradients take at least {sum(lengths)}")
     low, high = -400.0, 400.0  # of ln λ: too cheap, too dear
-    chosen = [floor] * len(layers)
     for _ in range(40):
         middle = (low + high) / 2
         rates = [max(floor, float(f"{layer.rate(math.exp(middle)):.4g}")) for layer in layers]
-        total = sum(layer.frame_bytes(_codec(rate, decay)) for layer, rate in zip(layers, rates, strict=True))
-        if total <= budget:
-            high, chosen = middle, rates
-            if total >= ENOUGH * budget or all(
+        found = [layer.frame_bytes(_codec(rate, decay)) for layer, rate in zip(layers, rates, strict=True)]
+        if sum(found) <= budget:
+            high, chosen, lengths = middle, rates, found
+            if sum(found) >= ENOUGH * budget or all(
                 r >= MOST_RATE or not len(x.slopes) for x, r in zip(layers, rates, strict=True)
             ):
                 break
         else:
             low = middle
-    _warn_of_few_values(layers, chosen, decay)
+    _warn_of_few_values(layers, chosen, lengths)
     return {
         glob.escape(name): str(recipe(f"ecq:rate={rate},decay={decay}"))
         for layer, rate in zip(layers, chosen, strict=True)
@@ -102,10 +101,10 @@ def allocate(
     }
 
 
-def _warn_of_few_values(layers: list[Layer], rates: list[float], decay: float) -> None:
+def _warn_of_few_values(layers: list[Layer], rates: list[float], lengths: list[int]) -> None:
     """Warn where a rate is not reached, so that gradients with more different values take more than the budget."""
-    for layer, rate in zip(layers, rates, strict=True):
-        bits = 8 * layer.frame_bytes(_codec(rate, decay)) / layer.tensor.numel()
+    for layer, rate, length in zip(layers, rates, lengths, strict=True):
+        bits = 8 * length / layer.tensor.numel()
         if len(layer.slopes) and bits < REACHED * rate:
             warnings.warn(
                 f"the gradient of {layer.names[0]!r} has so few different values that it takes {bits:.2g} bits an "
