@@ -133,10 +133,10 @@ class State(Gradients):
         means = self.sparse.finish(self.link)
         if self.plain:
             self.finish_plain_step()
+            if self._plain_buckets is not None:  # not where all buckets are sparse
+                self._plain_buckets.finish()
         else:
             self.finish_step()
-        if self._plain_buckets is not None:
-            self._plain_buckets.finish()
         for averaged, waiting in self._pending:
             waiting.set_result(averaged)
         for name, waiting in self._pending_sparse:

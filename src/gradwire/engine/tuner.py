@@ -48,8 +48,8 @@ class Tuner:
         self._since: dict[str, float] = {"steps": self._ledger.steps}  # figures when the recipe was last changed
         if self.plain:
             self.use(auto.EXACT)
-        if self.auto is not None and self.plain:
-            _log.info("auto: plain all-reduce, without a trial, since there is only one rank")
+            if self.auto is not None:
+                _log.info("auto: plain all-reduce, without a trial, since there is only one rank")
 
     @property
     def plain(self) -> bool:
