@@ -18,6 +18,7 @@ from gradwire.errors import GradwireError
 from support.helpers import bits
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Net, Tensors, attach, be_quiet, check_raises, cpu_mesh, digest, gathered, loss_of
+from support.torch_versions import HAS_FSDP2
 
 STEPS = 10
 K = 0.25
@@ -231,9 +232,12 @@ def batches_of_other_sizes(rank: int) -> None:
 
 SCENARIOS = [
     ddp_with_a_codec, gradients_are_averaged_as_they_are, accumulation, other_kinds_of_ddp, data_parallel, local_sgd,
-    fsdp, fsdp_is_ddp, fsdp_changed_and_saved, checkpoints, batches_of_other_sizes,
+    checkpoints, batches_of_other_sizes,
 ]  # fmt: skip
-QUICK = {"ddp_with_a_codec", "local_sgd", "fsdp", "checkpoints"}
+QUICK = {"ddp_with_a_codec", "local_sgd", "checkpoints"}
+if HAS_FSDP2:
+    SCENARIOS += [fsdp, fsdp_is_ddp, fsdp_changed_and_saved]
+    QUICK |= {"fsdp"}
 
 
 @pytest.mark.parametrize("scenario", named(SCENARIOS, QUICK))

@@ -18,6 +18,7 @@ from support.counted_launches import on_device
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Tensors, be_quiet, cpu_mesh, digest
 from support.torch_settings import SETTINGS, forget
+from support.torch_versions import HAS_FSDP2
 
 WORLD = 2
 NOT_IN_TRAINING = {"inference", "autocast"}  # no backward pass is possible; the model itself is another
@@ -101,8 +102,8 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], str]] = {
     "hierarchical": functools.partial(by_ddp, "co3", "hierarchical"),
     "sums": functools.partial(by_ddp, "homomorphic:p=0.05", "all_gather"),
     "data_parallel": by_data_parallel,
-    "fsdp": by_fsdp,
     "local_sgd": by_local_sgd,
+    **({"fsdp": by_fsdp} if HAS_FSDP2 else {}),
 }
 
 

@@ -31,6 +31,7 @@ from support.ranks import (
     lose_rank_1,
     loss_of,
 )
+from support.torch_versions import HAS_MUON
 
 STREAMING = {"sync_every": 4, "parts": 2, "overlap": 1}
 
@@ -389,8 +390,9 @@ SCENARIOS = [
     parts_and_overlap_by_hand, replicas_share_the_common_parameters, nothing_waits_for_a_mean_before_it_is_due,
     a_function_as_a_schedule, a_sync_by_hand_exchanges_all_parts, a_diverged_rank_is_left_out, resuming,
     other_outer_optimizers_are_told, a_failed_round_is_rolled_back, a_failed_flush_takes_no_turn_back,
-    an_update_that_cannot_be_made, bad_arguments, muon_as_the_inner_optimizer,
+    an_update_that_cannot_be_made, bad_arguments,
 ]  # fmt: skip
+SCENARIOS += [muon_as_the_inner_optimizer] if HAS_MUON else []
 
 
 @pytest.mark.parametrize("scenario", named(SCENARIOS))

@@ -13,4 +13,5 @@ def is_from(version: str) -> bool:
 
 
 HAS_FSDP2 = is_from(fully_shard.OLDEST)
+HAS_MUON = hasattr(torch.optim, "Muon")
 GLOO_TAKES_COMPLEX = is_from("2.10")  # plain DDP of 2.8 cannot train complex parameters over it
