@@ -100,12 +100,14 @@ ROWS = {
 
 
 def row(name: str) -> Delayed | None:
-    """Return a row by its name, or `every:SPEC`, which is averaged, and `diloco:SPEC`; None if it is no delayed one."""
+    """Return a row by its name, or of `every:SPEC`, which is averaged, `outer:SPEC` and `streaming:SPEC`; else None."""
     if name in ROWS:
         return ROWS[name]
     start, _, spec = name.partition(":")
     if start == "every":
         return Delayed(spec)
+    if start == "streaming":
+        return Delayed(spec, nesterov, 3, 5, 0.5)
     return Delayed(spec, nesterov) if start == "outer" else None
 
 

@@ -7,9 +7,10 @@
 Workers are simulated in one process; what they exchange travels as real frames, with error memories, and all that
 counts as a byte is in a frame. A run is a recipe, whose gradients are averaged in every step, or a delayed method: one
 of the rows in `delayed.py` (DiLoCo, Streaming DiLoCo, SparseLoCo and ours), `every:SPEC` for the plain mean of updates
-of `--every` steps, or `outer:SPEC` with DiLoCo's outer optimizer. The text is the source of Python's own standard
-library, as bytes; a tenth of the files are held out. `powersgd:R` is PowerSGD of rank R (arXiv 1905.13727), with error
-feedback and warm start, matrices alone; its factors count in fp32, as PyTorch's hook sends them.
+of `--every` steps, `outer:SPEC` with DiLoCo's outer optimizer, or `streaming:SPEC` as Streaming DiLoCo, in three parts.
+The text is the source of Python's own standard library, as bytes; a tenth of the files are held out. `powersgd:R` is
+PowerSGD of rank R (arXiv 1905.13727), with error feedback and warm start, matrices alone; its factors count in fp32, as
+PyTorch's hook sends them. On a GPU, networks compute in bf16 autocast, and frames are made on the CPU.
 
 With `--json`, runs that the file has already are not made again, so that a stopped command goes on. The default model
 has 0.8 million parameters and takes some minutes for a run on two cores.
@@ -140,7 +141,9 @@ def batch(data: torch.Tensor, count: int, context: int, generator: torch.Generat
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=x.is_cuda):
+        logits = model(x)
+    return functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
 def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> dict[str, Any]:

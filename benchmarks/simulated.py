@@ -105,11 +105,11 @@ def decode_once(coder: MessageCoder, meeting: Meeting, rank: int) -> None:
         meeting.barrier.wait()  # before rank 0 goes on with its tensors
         return result
 
-    def average_on_device(plans: Sequence[FramePlan], messages: Any, present: Any) -> bool:
-        return bool(shared(plans, lambda: on_device(plans, messages, present)))
+    def average_on_device(plans: Sequence[FramePlan], messages: Any, present: Any, weight: Any) -> bool:
+        return bool(shared(plans, lambda: on_device(plans, messages, present, weight)))
 
-    def average(plans: Sequence[FramePlan], arrived: Sequence[Any]) -> None:
-        shared(plans, lambda: average_here(plans, arrived))
+    def average(plans: Sequence[FramePlan], arrived: Sequence[Any], *weight: Any) -> None:
+        shared(plans, lambda: average_here(plans, arrived, *weight))
 
     coder.average_on_device = average_on_device  # type: ignore[method-assign]
     coder.average = average  # type: ignore[method-assign]
