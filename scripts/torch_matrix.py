@@ -54,12 +54,15 @@ def declared() -> list[str]:
 
 
 def environment(version: str, folder: Path, index: str | None) -> Path:
-    """An environment with this torch, gradwire and what its tests need; returns its Python."""
+    """An environment with this torch, gradwire as it is now and what its tests need; returns its Python."""
     home = folder / version
     python = home / "bin" / "python"
-    if not (home / "ready").exists():
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    in_place = ["--no-build-isolation", "-C", f"build-dir={home}/build", "-e"]
+    if (home / "ready").exists():
+        subprocess.run([*pip, "--no-deps", *in_place, str(ROOT)], check=True)  # builds what has changed
+    else:
         venv.create(home, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         torch = "torch" if version == "newest" else f"torch=={version}"
         subprocess.run([*pip, *(["--index-url", index] if index else []), torch], check=True)
         subprocess.run([*pip, "scikit-build-core", "nanobind", "cmake", "ninja"], check=True)
@@ -68,8 +71,7 @@ def environment(version: str, folder: Path, index: str | None) -> Path:
         found = subprocess.run([str(python), "-c", version_of_pip], check=True, capture_output=True, text=True)
         exact = home / "constraints.txt"  # what else is installed has to take this torch
         exact.write_text(f"torch=={found.stdout.strip()}\n")
-        in_place = ["--no-build-isolation", "-C", f"build-dir={home}/build", "-e", f"{ROOT}[test]"]
-        subprocess.run([*pip, "-c", str(exact), *in_place], check=True)
+        subprocess.run([*pip, "-c", str(exact), *in_place, f"{ROOT}[test]"], check=True)
         (home / "ready").touch()
     return python
 
