@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire import GradwireError, SpecError
+from gradwire.catalogue import meanings
 from gradwire.catalogue.all_recipes import CATALOGUE
 from gradwire.catalogue.spec_by_name import parse_spec, warn_of_idle_patterns
 from support.cases import for_each
@@ -152,3 +153,10 @@ def test_patterns_behind_others_that_take_all_of_theirs_are_named() -> None:
         warnings.simplefilter("error")
         warn_of_idle_patterns(parse_spec({"*.bias": "none", "layers.*": "co3", "*": "none"}), names)
         warn_of_idle_patterns(parse_spec({"*.bias": "none", "layers.0.bias": "none", "*": "co3"}), names)  # the same
+
+
+def test_every_parameter_says_what_it_means_and_nothing_else_does():
+    named = {key for entry in CATALOGUE.values() for key in entry.parameters}
+    of_recipes = {f"{entry.name}.{key}" for entry in CATALOGUE.values() for key in entry.parameters}
+    assert named <= set(meanings._MEANINGS) <= named | of_recipes
+    assert meanings.meaning("adam", "start") != meanings.meaning("dgc", "start")

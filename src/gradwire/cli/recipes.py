@@ -10,9 +10,9 @@ from rich.table import Table
 from typer import Argument
 
 from gradwire.catalogue import all_recipes, parse_recipe
+from gradwire.catalogue.meanings import meaning
 
 AFTERWARDS = "Beside them there is auto, which tries some of them on your link and keeps the fastest."
-MEANINGS = "docs/recipes.md says what the parameters mean."
 
 
 def recipes(
@@ -39,9 +39,11 @@ def recipes(
         if chosen.entry.paper:
             console.print(chosen.entry.paper)
         table = Table(box=box.SIMPLE_HEAD)
-        table.add_column("parameter")
-        table.add_column("value")
+        for heading in ("parameter", "value", "what it means"):
+            table.add_column(heading, no_wrap=heading == "parameter")
         for key, value in chosen.values.items():
-            table.add_row(key, str(value))
-    console.print(table)
-    console.print(AFTERWARDS if name is None else MEANINGS)
+            table.add_row(key, str(value), meaning(chosen.entry.name, key))
+    if table.row_count:
+        console.print(table)
+    if name is None:
+        console.print(AFTERWARDS)
