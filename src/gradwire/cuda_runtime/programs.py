@@ -12,7 +12,7 @@ from importlib import resources
 
 import torch
 
-from gradwire.cuda_runtime.launcher import Backend, CudaDriver, Kernel
+from gradwire.cuda_runtime.launcher import Arguments, Backend, CudaDriver, Kernel
 from gradwire.errors import GradwireError
 
 # Where sources are, in the package; no file's name is in two of them.
@@ -36,6 +36,24 @@ def use_backend(backend: Backend) -> Backend:
 def kernel(program: str, name: str, device: torch.device) -> Kernel:
     """Return a kernel of the program <program>.cu."""
     return _backend.kernel(_program(program, device), name, device)
+
+
+class Launches:
+    """Kernels that are started one after the other on one device, every time with the same blocks and arguments."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._planned: list[tuple[Kernel, int, int, Arguments]] = []
+
+    def add(self, program: str, name: str, blocks: int, threads: int, arguments: Arguments) -> None:
+        """Start a kernel of <program>.cu behind the others, from now on."""
+        if blocks:
+            self._planned.append((kernel(program, name, self.device), blocks, threads, arguments))
+
+    def start(self) -> None:
+        """Start all of them on the current stream of the device."""
+        for launch, blocks, threads, arguments in self._planned:
+            launch(blocks, threads, arguments)
 
 
 @functools.cache

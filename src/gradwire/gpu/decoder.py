@@ -30,6 +30,7 @@ from gradwire.gpu.structures import (
     STATUS,
     TARGET,
     UNUSUAL,
+    WHERE,
 )  # fmt: skip
 from gradwire.gpu.workspace import Workspace, host_bytes, make_room, recorded
 from gradwire.models import gennorm_tables
@@ -85,7 +86,7 @@ class MessageDecoder:
         `present` has a flag for each tensor of all frames, for each message: whether the message carries it.
         """
         layout = self.prepared(frames, messages, present, weight, adds)
-        layout.launch()
+        layout.launches.start()
         layout.fetch_status()
         return PendingMean(layout.status, recorded(self.device))
 
@@ -233,11 +234,23 @@ class DecodeLayout:
         for name, value in values.items():
             self.job[0][name] = value
         self.on_device = job = self._dynamic[job_at:]
-        self.on_job, self._on_blocks = Arguments(job), Arguments(job, self.blocks)
-        self._combines = [
-            (family, len(where), Arguments(job, self._static[at : at + where.nbytes]))
-            for (family, where), at in zip(lists.items(), lists_at.values(), strict=True)
-        ]
+        self._plan_launches(
+            job, {family: self._static[lists_at[family] :][: where.nbytes] for family, where in lists.items()}
+        )
+
+    def _plan_launches(self, job: torch.Tensor, lists: dict[Family, torch.Tensor]) -> None:
+        """Parse, check, decode and average; `lists` are the tiles of each family."""
+        self.launches = launches = programs.Launches(self.device)
+        frames, blocks = len(self.arrivals), len(self.arrivals) * self.blocks
+        on_job, on_blocks = Arguments(job), Arguments(job, self.blocks)
+        launches.add("decoding", "parse", frames, 256, on_job)
+        launches.add("decoding", "check", blocks, 128, on_blocks)
+        launches.add("decoding", "decode_chunks", blocks, 128, on_blocks)
+        for family in lists:  # all of them before the first mean is written: they may find damage
+            for program, kernel, threads, several in family.unpacks:
+                launches.add(program, kernel, *((blocks, threads, on_blocks) if several else (frames, threads, on_job)))
+        for family, tiles in lists.items():
+            launches.add(*family.combines, len(tiles) // WHERE.itemsize, 256, Arguments(job, tiles))
 
     def prepare(
         self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float, adds: bool
@@ -253,26 +266,9 @@ class DecodeLayout:
         self._status_of_host["bits"] = UNUSUAL if unseen else 0  # nobody looks at these messages
         self._dynamic.copy_(self._host, non_blocking=True)
 
-    def launch(self) -> None:
-        """Parse, check, decode and average."""
-        self._start("parse", len(self.arrivals), 256, self.on_job)
-        self._start("check", len(self.arrivals) * self.blocks, 128, self._on_blocks)
-        self._start("decode_chunks", len(self.arrivals) * self.blocks, 128, self._on_blocks)
-        for family, _, _ in self._combines:  # all of them before the first mean is written: they may find damage
-            for unpack in family.unpacks:
-                on, number = (self._on_blocks, self.blocks) if unpack.several else (self.on_job, 1)
-                start = programs.kernel(unpack.program, unpack.kernel, self.device)
-                start(len(self.arrivals) * number, unpack.threads, on)
-        for family, blocks, arguments in self._combines:
-            program, kernel = family.combines
-            programs.kernel(program, kernel, self.device)(blocks, 256, arguments)
-
     def fetch_status(self) -> None:
         """Copy the status to the host's memory; it is there when the stream has come so far."""
         self.status.copy_(self._status_here, non_blocking=True)
-
-    def _start(self, name: str, blocks: int, threads: int, arguments: Arguments) -> None:
-        programs.kernel("decoding", name, self.device)(blocks, threads, arguments)
 
 
 def _alike(frame: FrameTarget, family: Family | None) -> Hashable:

@@ -22,7 +22,6 @@ from gradwire.gpu.sparse import SparseFamily
 from gradwire.gpu.structures import NONFINITE, STATUS
 from gradwire.gpu.workspace import Workspace, make_room, recorded
 
-FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
 FAMILIES: tuple[Family, ...] = (MinifloatFamily(), GridFamily(), SparseFamily(), *LEVEL_FAMILIES)
 
 
@@ -84,7 +83,7 @@ class MessageEncoder:
     def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> PendingMessage:
         """Write the frames of these tasks to the front of `out`, one after the other, and update their memories."""
         layout = self.prepared(tasks, out)
-        self.launch(layout)
+        layout.launches.start()
         layout.fetch_status()
         return PendingMessage(layout, recorded(self.device))
 
@@ -104,20 +103,6 @@ class MessageEncoder:
             layout = self._layouts[kind] = MessageLayout(tasks, families, self.workspace, self._formats)
         layout.prepare(tasks, out)
         return layout
-
-    def launch(self, layout: MessageLayout) -> None:
-        """Make the message of a layout that is prepared."""
-        for family, batch in layout.batches.items():
-            family.convert(batch)
-        self._launch("choose_few", len(layout.streams), 192, layout)
-        if int(layout.streams["alphabet"].max()) > FEW:  # or there may be so many
-            self._launch("choose", len(layout.streams), 256, layout)
-        self._launch("encode_chunks", -(-len(layout.chunks) // 2), 64, layout)
-        self._launch("lay_out", 1, 256, layout)
-        self._launch("place_all", len(layout.pieces) + len(layout.chunks), 160, layout)
-
-    def _launch(self, name: str, blocks: int, threads: int, layout: MessageLayout) -> None:
-        programs.kernel("coding", name, self.device)(blocks, threads, layout.on_job)
 
     def _family(self, converter: Converter) -> Family:
         family = family_of(converter)

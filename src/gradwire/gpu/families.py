@@ -108,13 +108,13 @@ def stated_steps(front: bytes, tensors: Sequence[TensorTask]) -> Bytes:
 
 
 class Batch:
-    """The tensors of one family in a message: what its kernels are launched for."""
+    """The tensors of one family in a message: what its kernels are launched for, in every message anew."""
 
     def __init__(
         self, device: torch.device, job: torch.Tensor, parts: torch.Tensor, tiles: torch.Tensor, groups: torch.Tensor,
-        most: int, longest: int,
+        most: int, longest: int, launches: programs.Launches,
     ):  # fmt: skip
-        self.device = device
+        self.device, self._launches = device, launches
         self.part_count, self.tile_count, self.group_count = len(parts) // 8, len(tiles) // 8, len(groups) // 8
         self.most, self.longest = most, longest  # entries of the largest tensor, and of the longest frame
         self.on_parts, self.on_tiles = Arguments(job, parts), Arguments(job, tiles)
@@ -122,22 +122,21 @@ class Batch:
         self.on_groups = Arguments(job, groups)
         self.job, self.tiles, self.groups = job, tiles, groups  # for launches with more arguments than these
 
-    def launch_parts(self, program: str, kernel: str, threads: int = 256) -> None:
-        """Start a kernel with one block for each part of the tensors' samples."""
-        programs.kernel(program, kernel, self.device)(self.part_count, threads, self.on_parts)
+    def launch_parts(self, program: str, kernel: str, threads: int = 256, each: int = 1) -> None:
+        """Add a kernel with a block, or several, for each part of the tensors' samples."""
+        self._launches.add(program, kernel, each * self.part_count, threads, self.on_parts)
 
-    def launch_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
-        """Start a kernel with one block for each tile of the tensors."""
-        programs.kernel(program, kernel, self.device)(self.tile_count, threads, self.on_tiles)
+    def launch_tiles(self, program: str, kernel: str, threads: int = 256, each: int = 1) -> None:
+        """Add a kernel with a block, or several, for each tile of the tensors."""
+        self._launches.add(program, kernel, each * self.tile_count, threads, self.on_tiles)
 
     def launch_groups(self, program: str, kernel: str, threads: int = 256) -> None:
-        """Start a kernel with one block for each group of eight tiles, for work that is not on all entries."""
-        programs.kernel(program, kernel, self.device)(self.group_count, threads, self.on_groups)
+        """Add a kernel with one block for each group of eight tiles, for work that is not on all entries."""
+        self._launches.add(program, kernel, self.group_count, threads, self.on_groups)
 
     def launch_on_all_tiles(self, program: str, kernel: str, threads: int = 256) -> None:
-        """Start a kernel with some blocks that go through all tiles in turn, whose number is its last argument."""
-        blocks = min(self.tile_count, SOME_BLOCKS)
-        programs.kernel(program, kernel, self.device)(blocks, threads, self._on_all_tiles)
+        """Add a kernel with some blocks that go through all tiles in turn, whose number is its last argument."""
+        self._launches.add(program, kernel, min(self.tile_count, SOME_BLOCKS), threads, self._on_all_tiles)
 
 
 class Unpack(NamedTuple):
@@ -189,4 +188,4 @@ class Family(ABC):
 
     @abstractmethod
     def convert(self, batch: Batch) -> None:
-        """Launch the kernels that write symbols, their counts, the bytes of pieces and the new error memory."""
+        """Add the kernels that write symbols, their counts, the bytes of pieces and the new error memory."""

@@ -6,7 +6,6 @@ import numpy as np
 
 from gradwire.convert.conversion import Converter
 from gradwire.convert.ecq import Ecq
-from gradwire.cuda_runtime import programs
 from gradwire.frame.headers import GRID, SEGMENTED
 from gradwire.gpu.families import Batch, Bytes, Family, FramePieces, FrameTask, StreamPlan, Unpack, stated_steps
 from gradwire.gpu.structures import SAMPLE
@@ -69,8 +68,7 @@ class GridFamily(Family):
         if batch.most > SAMPLE:
             batch.launch_on_all_tiles("grid_search", "look_closer")
         # One block for each width of the cell of zero: of the blocks of all parts, those of a tensor's first do it.
-        search = programs.kernel("grid_search", "search", batch.device)
-        search(SHIFTS * batch.part_count, SEARCHERS, batch.on_parts)
+        batch.launch_parts("grid_search", "search", SEARCHERS, each=SHIFTS)
         batch.launch_parts("grid_search", "compare")
         batch.launch_tiles("grid", "convert")
         if batch.longest > SHORT:  # else the conversion has coded the outliers

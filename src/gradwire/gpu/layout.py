@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gradwire.cuda_runtime import programs
 from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.frame import headers
 from gradwire.frame.byte_fields import varint
@@ -35,6 +36,7 @@ from gradwire.gpu.structures import (
 from gradwire.gpu.workspace import Workspace, host_bytes
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FEW = 32  # symbols: streams with no more of them are chosen for by a kernel of their own
 BITS_PER_CHUNK, BITS_PER_MEDIUM_CHUNK, MEDIUM = 2048 * 64, 1280 * 64, 1 << 22  # as in sources/coding.cu
 
 
@@ -158,7 +160,7 @@ class MessageLayout:
         self._frames_at = offsets["frames"]
         self._place_what_changes()
         self._write_job(at)
-        self._make_batches(lists, list_offsets)
+        self._plan_launches(lists, list_offsets)
 
     def _take_rooms(self) -> dict[str, int]:
         """Take what kernels need between two launches from the workspace, and return where it is."""
@@ -253,10 +255,11 @@ class MessageLayout:
         self.job[0]["stream_count"], self.job[0]["frame_count"] = len(self.streams), len(self.frames)
         self.job[0]["chunk_count"], self.job[0]["piece_count"] = len(self.chunks), len(self.pieces)
 
-    def _make_batches(self, lists: dict[Family, list[np.ndarray]], offsets: dict[Family, list[int]]) -> None:
-        """Lay out the arguments of all launches."""
+    def _plan_launches(self, lists: dict[Family, list[np.ndarray]], offsets: dict[Family, list[int]]) -> None:
+        """Lay out all launches, and their arguments."""
         self.on_device = job = self._dynamic[self._job_at :]
         self.on_job = Arguments(job)
+        self.launches = programs.Launches(self.device)
         self.batches: dict[Family, Batch] = {}
         for family, of_family in lists.items():
             parts, tiles, groups = (
@@ -264,7 +267,17 @@ class MessageLayout:
             )
             most = int(self.tensors["count"][self._places[family]].max())
             longest = int(self.frames["count"][self.tensors["frame"][self._places[family]]].max())
-            self.batches[family] = Batch(self.device, job, parts, tiles, groups, most, longest)
+            self.batches[family] = Batch(self.device, job, parts, tiles, groups, most, longest, self.launches)
+            family.convert(self.batches[family])
+        self._launch("choose_few", len(self.streams), 192)
+        if int(self.streams["alphabet"].max()) > FEW:  # or there may be so many
+            self._launch("choose", len(self.streams), 256)
+        self._launch("encode_chunks", -(-len(self.chunks) // 2), 64)
+        self._launch("lay_out", 1, 256)
+        self._launch("place_all", len(self.pieces) + len(self.chunks), 160)
+
+    def _launch(self, name: str, blocks: int, threads: int) -> None:
+        self.launches.add("coding", name, blocks, threads, self.on_job)
 
     def _formats_of(self, tasks: Sequence[FrameTask]) -> list[int]:
         return [self._formats[id(task.converter)] for task in tasks for _ in task.tensors]

@@ -91,8 +91,7 @@ class SparseFamily(Family):
     def convert(self, batch: Batch) -> None:
         """Sample, pick out candidates, find the k-th, and write what is sent."""
         batch.launch_parts("sparse", "sample", 1024)
-        gather = programs.kernel("sparse", "gather", batch.device)
-        gather(batch.tile_count * TILE // SPARSE_TILE, 256, batch.on_tiles)
+        batch.launch_tiles("sparse", "gather", each=TILE // SPARSE_TILE)
         batch.launch_groups("sparse", "count_candidates", 512)
         batch.launch_groups("sparse", "tally", 512)
         batch.launch_groups("sparse", "send_chosen", 512)

@@ -94,7 +94,7 @@ class UnattendedMessages:
         layout = self._encoder.prepared(tasks, block[FRONT:], key)
         if not everything:
             self._start("find_absent", len(layout.tensors), 256, layout.on_job)
-        self._encoder.launch(layout)
+        layout.launches.start()
         self._start("seal", 1, 1, Arguments(layout.on_device, stamp))
         return layout
 
@@ -111,7 +111,7 @@ class UnattendedMessages:
         layout = self._decoder.prepared(frames, bodies, everything, 1 / len(blocks), key=key)
         fronts, told = self._fronts_of(key, TOLD * len(blocks))
         self._start("open_messages", 1, 64, Arguments(layout.on_device, len(blocks[0]), stamp, fronts))
-        layout.launch()
+        layout.launches.start()
         for batch in encoded.batches.values():
             arguments = Arguments(batch.job, batch.tiles, batch.tile_count, layout.on_device)
             self._start("conclude", min(batch.tile_count, SOME_BLOCKS), 256, arguments)
