@@ -50,6 +50,10 @@ class Launches:
         if blocks:
             self._planned.append((kernel(program, name, self.device), blocks, threads, arguments))
 
+    def extend(self, others: Launches) -> None:
+        """Start all of those behind the others, from now on."""
+        self._planned += others._planned
+
     def start(self) -> None:
         """Start all of them on the current stream of the device."""
         for launch, blocks, threads, arguments in self._planned:

@@ -92,13 +92,18 @@ class MessageDecoder:
 
     def prepared(
         self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
-        weight: float, adds: bool = False, key: Hashable = None,
+        weight: float, adds: bool = False, key: Hashable = None, report: int = 0, stamp: int = 0, room: int = 0,
     ) -> DecodeLayout:  # fmt: skip
-        """Return the layout of an exchange, which has been told where messages and tensors are."""
+        """Return the layout of an exchange, which has been told where messages and tensors are.
+
+        Of messages that nobody waits for, `report` is how many bytes the host is told beside the status, `stamp` what
+        their prefixes say, and `room` how many bytes their blocks have.
+        """
         families = [family_of(frame.converter) for frame in frames]
         flags = tuple(map(tuple, present))
         kind = (
             key,
+            report,
             flags,
             *(
                 (_alike(f, family), f.dtype, f.tensors[0].dtype, tuple(t.numel() for t in f.tensors))
@@ -108,8 +113,10 @@ class MessageDecoder:
         layout = self._layouts.get(kind)
         if layout is None:
             make_room(self._layouts)
-            layout = self._layouts[kind] = DecodeLayout(frames, families, flags, self.workspace)  # type: ignore[arg-type]
-        layout.prepare(frames, messages, weight, adds)
+            layout = self._layouts[kind] = DecodeLayout(
+                frames, families, flags, self.workspace, report  # type: ignore[arg-type]
+            )  # fmt: skip
+        layout.prepare(frames, messages, weight, adds, stamp, room)
         return layout
 
 
@@ -118,9 +125,10 @@ class DecodeLayout:
 
     def __init__(
         self, frames: Sequence[FrameTarget], families: Sequence[Family], present: tuple[tuple[bool, ...], ...],
-        workspace: Workspace,
+        workspace: Workspace, report: int,
     ):  # fmt: skip
         self.workspace, self.device, self.ranks = workspace, workspace.device, len(present)
+        self._report_size = report
         self._version = -1
         self._kept = [frame.converter for frame in frames]  # so that no other converter gets its id
         sizes = [t.numel() for frame in frames for t in frame.tensors]
@@ -211,11 +219,12 @@ class DecodeLayout:
         self._static.copy_(host)
         self.targets["sources"] = base + sources_at + np.arange(len(self.targets)) * self.ranks * SOURCE.itemsize
         dynamic = Blob()
-        self._status_at = dynamic.add(np.zeros(1, STATUS))
+        status_at, report_at = dynamic.add(np.zeros(1, STATUS)), dynamic.add(np.zeros(self._report_size, np.uint8))
+        told = dynamic.size
         changing = (np.zeros(self.ranks, MESSAGE), self.targets, np.zeros(1, DECODE_JOB))
         messages_at, targets_at, job_at = (dynamic.add(array) for array in changing)
         self._dynamic = torch.zeros(dynamic.size, dtype=torch.uint8, device=self.device)
-        self._host, self.status = host_bytes(dynamic.size, self.device), host_bytes(STATUS.itemsize, self.device)
+        self._host, self._told = host_bytes(dynamic.size, self.device), host_bytes(told, self.device)
         dynamic.write_to(self._host)
         view, start = self._host.numpy(), self._dynamic.data_ptr()
         # They are written to that memory from now on, from which the device copies them.
@@ -223,12 +232,14 @@ class DecodeLayout:
             view[at : at + array.nbytes].view(array.dtype)
             for at, array in zip((messages_at, targets_at, job_at), changing, strict=True)
         )
-        self._status_of_host = view[self._status_at : self._status_at + STATUS.itemsize].view(STATUS)
-        self._status_here = self._dynamic[self._status_at : self._status_at + STATUS.itemsize]
+        self._status_of_host = view[status_at : status_at + STATUS.itemsize].view(STATUS)
+        self._told_here, self.report_on_device = self._dynamic[:told], self._dynamic[report_at:]
+        self.status = self._told[status_at : status_at + STATUS.itemsize]
+        self.report = self._told[report_at : report_at + self._report_size]
         self._formats = _format_tables(self.device)
         values = {
             "messages": start + messages_at, "arrivals": base + arrivals_at, "targets": start + targets_at,
-            "status": start + self._status_at, "formats": self._formats.data_ptr(), "message_count": self.ranks,
+            "status": start + status_at, "formats": self._formats.data_ptr(), "message_count": self.ranks,
             "arrival_count": len(self.arrivals), "target_count": len(self.targets),
         }  # fmt: skip
         for name, value in values.items():
@@ -253,22 +264,23 @@ class DecodeLayout:
             launches.add(*family.combines, len(tiles) // WHERE.itemsize, 256, Arguments(job, tiles))
 
     def prepare(
-        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float, adds: bool
-    ) -> None:
+        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float, adds: bool, stamp: int,
+        room: int,
+    ) -> None:  # fmt: skip
         """Tell the device where the messages and the tensors of this step are."""
         if self._version != self.workspace.version:
             self._place()
         lengths = [m.numel() for m in messages]
         self.messages["bytes"], self.messages["length"] = [m.data_ptr() for m in messages], lengths
         self.targets["out"] = [t.data_ptr() for frame in frames for t in frame.tensors]
-        self.job["weight"], self.job["adds"] = weight, adds
+        self.job["weight"], self.job["adds"], self.job["stamp"], self.job["room"] = weight, adds, stamp, room
         unseen = any(length for rank, length in enumerate(lengths) if rank not in self._senders)
         self._status_of_host["bits"] = UNUSUAL if unseen else 0  # nobody looks at these messages
         self._dynamic.copy_(self._host, non_blocking=True)
 
     def fetch_status(self) -> None:
-        """Copy the status to the host's memory; it is there when the stream has come so far."""
-        self.status.copy_(self._status_here, non_blocking=True)
+        """Copy status and report to the host's memory; they are there when the stream has come so far."""
+        self._told.copy_(self._told_here, non_blocking=True)
 
 
 def _alike(frame: FrameTarget, family: Family | None) -> Hashable:

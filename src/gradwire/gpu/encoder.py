@@ -87,8 +87,14 @@ class MessageEncoder:
         layout.fetch_status()
         return PendingMessage(layout, recorded(self.device))
 
-    def prepared(self, tasks: Sequence[FrameTask], out: torch.Tensor, key: Hashable = None) -> MessageLayout:
-        """Return the layout of a message, which has been told where tensors are and where the message goes."""
+    def prepared(
+        self, tasks: Sequence[FrameTask], out: torch.Tensor, key: Hashable = None, stamp: int = 0,
+        everything: bool = False,
+    ) -> MessageLayout:  # fmt: skip
+        """Return the layout of a message, which has been told where tensors are and where the message goes.
+
+        Stamp and `everything` are those of `UnattendedMessages.encode`.
+        """
         families = [self._family(task.converter) for task in tasks]
         kind = (
             key,
@@ -101,7 +107,7 @@ class MessageEncoder:
         if layout is None:
             make_room(self._layouts)
             layout = self._layouts[kind] = MessageLayout(tasks, families, self.workspace, self._formats)
-        layout.prepare(tasks, out)
+        layout.prepare(tasks, out, stamp, everything)
         return layout
 
     def _family(self, converter: Converter) -> Family:

@@ -284,7 +284,7 @@ class MessageLayout:
 
     # ── each step ──
 
-    def prepare(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> None:
+    def prepare(self, tasks: Sequence[FrameTask], out: torch.Tensor, stamp: int = 0, everything: bool = False) -> None:
         """Tell the device where the tensors of this step are, and where the message goes."""
         if self._version != self.workspace.version:
             self._place(tasks)
@@ -297,6 +297,7 @@ class MessageLayout:
         told = [family.told(task) & 0xFFFFFFFFFFFFFFFF for task, family in zip(tasks, self._families, strict=True)]
         rows["seed"] = [told[frame] for frame in self._frame_of_tensor]
         self.job["out"], self.job["room"] = out.data_ptr(), out.numel()
+        self.job["stamp"], self.job["everything"] = stamp, everything
         self._dynamic.copy_(self._host, non_blocking=True)  # and zeros for the status
 
     def frame_lengths(self) -> list[int]:

@@ -40,8 +40,8 @@ STATUS = _structure(length="u8", bits="u4", closer="u4")
 WHERE = _structure(item="i4", index="i4")
 JOB = _structure(
     tensors="u8", fits="u8", streams="u8", frames="u8", chunks="u8", pieces="u8", partial="u8", tile_sums="u8",
-    status="u8", out="u8", room="u8", symbols="u8", stream_count="i4", frame_count="i4", chunk_count="i4",
-    piece_count="i4",
+    status="u8", out="u8", room="u8", symbols="u8", stamp="u8", stream_count="i4", frame_count="i4", chunk_count="i4",
+    piece_count="i4", everything="i4",
 )  # fmt: skip
 ALL = (TENSOR, FIT, STREAM_, PIECE, FRAME, STATUS, WHERE, JOB)
 
@@ -58,8 +58,8 @@ ARRIVAL = _structure(
 SOURCE = _structure(arrival="i4", segment="i4", first="i8")
 TARGET = _structure(out="u8", count="i8", sources="u8", dtype="i4", first_tile="i8")
 DECODE_JOB = _structure(
-    messages="u8", arrivals="u8", targets="u8", status="u8", formats="u8", message_count="i4", arrival_count="i4",
-    target_count="i4", weight="f4", adds="i4", spare="i4",
+    messages="u8", arrivals="u8", targets="u8", status="u8", formats="u8", stamp="u8", room="i8", message_count="i4",
+    arrival_count="i4", target_count="i4", weight="f4", adds="i4", spare="i4",
 )  # fmt: skip
 FORMAT_TABLE = _structure(
     alphabet="i4", zero="i4", magnitudes="i4", spare="i4", levels=("f4", SYMBOLS), masses=("u4", (128, 128))

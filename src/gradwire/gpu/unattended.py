@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire.cuda_runtime import programs
 from gradwire.cuda_runtime.launcher import Arguments
+from gradwire.cuda_runtime.programs import Launches
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder
 from gradwire.gpu.families import SOME_BLOCKS, FrameTask
 from gradwire.gpu.layout import MessageLayout
 from gradwire.gpu.structures import NONFINITE, STATUS
-from gradwire.gpu.workspace import host_bytes, recorded
+from gradwire.gpu.workspace import recorded
 
 PREFIX = 16
 FRONT = PREFIX + 1  # prefix and note
@@ -82,7 +82,7 @@ class UnattendedMessages:
 
     def __init__(self, encoder: MessageEncoder, decoder: MessageDecoder):
         self._encoder, self._decoder, self.device = encoder, decoder, encoder.device
-        self._fronts: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # on the device, and on the host
+        self._planned: dict[Hashable, _Planned] = {}
 
     def encode(
         self, key: Hashable, tasks: Sequence[FrameTask], block: torch.Tensor, stamp: int, everything: bool = False
@@ -91,11 +91,15 @@ class UnattendedMessages:
 
         Memories of tensors that are zero stay as they are, or are sent, too, with `everything`.
         """
-        layout = self._encoder.prepared(tasks, block[FRONT:], key)
-        if not everything:
-            self._start("find_absent", len(layout.tensors), 256, layout.on_job)
-        layout.launches.start()
-        self._start("seal", 1, 1, Arguments(layout.on_device, stamp))
+        layout = self._encoder.prepared(tasks, block[FRONT:], key, stamp, everything)
+        planned = self._planned.get(("encode", key))
+        if planned is None or not planned.is_for(layout.on_device):
+            launches = Launches(self.device)
+            launches.add("unattended", "find_absent", len(layout.tensors), 256, layout.on_job)
+            launches.extend(layout.launches)
+            launches.add("unattended", "seal", 1, 1, layout.on_job)
+            planned = self._planned["encode", key] = _Planned((layout.on_device,), launches)
+        planned.launches.start()
         return layout
 
     def average(
@@ -106,24 +110,35 @@ class UnattendedMessages:
 
         `encoded` is this rank's message, of the same tensors in the same order.
         """
-        everything = [[True] * sum(len(frame.tensors) for frame in frames)] * len(blocks)
-        bodies = [block[FRONT:] for block in blocks]
-        layout = self._decoder.prepared(frames, bodies, everything, 1 / len(blocks), key=key)
-        fronts, told = self._fronts_of(key, TOLD * len(blocks))
-        self._start("open_messages", 1, 64, Arguments(layout.on_device, len(blocks[0]), stamp, fronts))
-        layout.launches.start()
-        for batch in encoded.batches.values():
-            arguments = Arguments(batch.job, batch.tiles, batch.tile_count, layout.on_device)
-            self._start("conclude", min(batch.tile_count, SOME_BLOCKS), 256, arguments)
+        world = len(blocks)
+        everything = [[True] * sum(len(frame.tensors) for frame in frames)] * world
+        layout = self._decoder.prepared(
+            frames, [block[FRONT:] for block in blocks], everything, 1 / world, key=key, report=TOLD * world,
+            stamp=stamp, room=blocks[0].numel(),
+        )  # fmt: skip
+        planned = self._planned.get(("average", key))
+        if planned is None or not planned.is_for(encoded.on_device, layout.on_device):
+            launches = Launches(self.device)
+            launches.add(
+                "unattended", "open_messages", 1, 64, Arguments(layout.on_device, layout.report_on_device)
+            )  # fmt: skip
+            launches.extend(layout.launches)
+            for batch in encoded.batches.values():
+                arguments = Arguments(batch.job, batch.tiles, batch.tile_count, layout.on_device)
+                launches.add("unattended", "conclude", min(batch.tile_count, SOME_BLOCKS), 256, arguments)
+            planned = self._planned["average", key] = _Planned((encoded.on_device, layout.on_device), launches)
+        planned.launches.start()
         layout.fetch_status()
-        told.copy_(fronts, non_blocking=True)
-        return Outcome(layout.status, told, recorded(self.device))
+        return Outcome(layout.status, layout.report, recorded(self.device))
 
-    def _fronts_of(self, key: Hashable, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if key not in self._fronts or len(self._fronts[key][0]) != size:
-            here = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._fronts[key] = here, host_bytes(size, self.device)
-        return self._fronts[key]
 
-    def _start(self, kernel: str, blocks: int, threads: int, arguments: Arguments) -> None:
-        programs.kernel("unattended", kernel, self.device)(blocks, threads, arguments)
+@dataclass
+class _Planned:
+    """Launches for as long as what they are for is where it was."""
+
+    places: tuple[torch.Tensor, ...]
+    launches: Launches
+
+    def is_for(self, *places: torch.Tensor) -> bool:
+        """Tell whether these are the same tensors, not only equal ones."""
+        return all(mine is other for mine, other in zip(self.places, places, strict=True))

@@ -53,6 +53,8 @@ struct DecodeJob {
     Target* targets;
     Status* status;
     const void* formats;  // levels and masses of the float formats by their number on the wire
+    u64 stamp;  // of messages that nobody waits for: what their prefixes say
+    i64 room;  // and the bytes of their blocks
     int message_count, arrival_count, target_count;
     float weight;
     int adds;  // whether the sum begins with what the targets hold

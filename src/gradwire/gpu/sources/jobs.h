@@ -120,5 +120,7 @@ struct Job {
     u8* out;
     u64 room;  // bytes of `out`
     u8* symbols;
+    u64 stamp;  // of a message that nobody waits for: what its prefix says of step and tensors
     int stream_count, frame_count, chunk_count, piece_count;
+    int everything;  // whether such a message has the memories of tensors that are zero, too
 };

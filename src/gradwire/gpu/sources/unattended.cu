@@ -10,35 +10,37 @@ const int kReport = kPrefix + 1 + 8;  // bytes of a message that the host is tol
 const int kFront = kPrefix + 1;  // the note of such a message has one byte
 enum { ALL_TENSORS = 0, WAITS = 2, NOT_FINITE = 3 };  // notes; 1 is not for messages that nobody waits for
 
-// A tensor without any gradient leaves its memory as it is: its decay becomes 0, which says so from here on. One block
-// of 256 threads for each tensor.
+// A tensor without any gradient leaves its memory as it is: its decay becomes 0, which says so from here on, unless
+// everything is sent. One block of 256 threads for each tensor.
 extern "C" __global__ void find_absent(Job* job) {
+    if (job->everything) return;
     Tensor& t = job->tensors[blockIdx.x];
     if (has_nonzero(t.gradient, t.count, t.dtype == FP32)) return;
     if (!threadIdx.x) t.decay = 0;
 }
 
-// Writes prefix and note in front of the frames, by one thread. `stamp` is the step, and above it the fingerprint. In
+// Writes prefix and note in front of the frames, by one thread. The stamp is the step, and above it the fingerprint. In
 // place of frames that wait stands how long they are, or 0 if they wait for another reason than their length.
-extern "C" __global__ void seal(Job* job, i64 stamp) {
+extern "C" __global__ void seal(Job* job) {
+    u64 stamp = job->stamp;
     u32 bits = job->status->bits;
     u64 needed = job->status->length > job->room ? job->status->length : 0, length = bits ? 9 : job->status->length + 1;
     u8* block = job->out - kFront;
-    for (int k = 0; k < 8; k++) block[k] = u8(length >> 8 * k), block[8 + k] = u8(u64(stamp) >> 8 * k);
+    for (int k = 0; k < 8; k++) block[k] = u8(length >> 8 * k), block[8 + k] = u8(stamp >> 8 * k);
     block[kPrefix] = bits & NONFINITE ? NOT_FINITE : bits ? WAITS : ALL_TENSORS;
     for (int k = 0; bits && k < 8; k++) job->out[k] = u8(needed >> 8 * k);
 }
 
-// Reads the prefixes and notes of all ranks' blocks, each with `room` bytes, and tells the host of them: kReport bytes
-// of each rank. A message that waits, or is about something else, makes the messages of all ranks wait. One block.
-extern "C" __global__ void open_messages(DecodeJob* job, i64 room, i64 stamp, u8* report) {
+// Reads the prefixes and notes of all ranks' blocks, and tells the host of them: kReport bytes of each rank. A message
+// that waits, or is about something else, makes the messages of all ranks wait. One block.
+extern "C" __global__ void open_messages(DecodeJob* job, u8* report) {
     for (int rank = threadIdx.x; rank < job->message_count; rank += blockDim.x) {
         Message& message = job->messages[rank];  // its bytes are the frames
         const u8* block = message.bytes - kFront;
         u64 length = 0, stamped = 0;
         for (int k = 0; k < 8; k++) length |= u64(block[k]) << 8 * k, stamped |= u64(block[8 + k]) << 8 * k;
         u8 note = block[kPrefix];
-        bool sound = stamped == u64(stamp) && length >= 1 && length <= u64(room - kPrefix);
+        bool sound = stamped == job->stamp && length >= 1 && length <= u64(job->room - kPrefix);
         message.length = sound ? length - 1 : 0;
         if (sound && note == NOT_FINITE) atomicOr(&job->status->bits, u32(NONFINITE));
         if (!sound || note != ALL_TENSORS) atomicOr(&job->status->bits, u32(UNUSUAL));
