@@ -171,7 +171,7 @@ def with_an_unknown_gpu(monkeypatch: Patch) -> str:
 
 
 def without_a_driver(monkeypatch: Patch) -> str:
-    monkeypatch.setattr(launcher, "_driver", _raising(GradwireError("the CUDA driver cannot be loaded")))
+    monkeypatch.setattr(launcher, "driver", _raising(GradwireError("the CUDA driver cannot be loaded")))
     return "the CUDA driver cannot be loaded"
 
 

@@ -53,34 +53,41 @@ class CudaDriver:
         module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # so that the context exists
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
+            _check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
         return module
 
     def kernel(self, program: ctypes.c_void_p, name: str, device: torch.device) -> Kernel:
         """Return a kernel of a loaded module."""
         function = ctypes.c_void_p()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), program, name.encode()), f"finding {name}")
-        return _CudaKernel(function, name, device)
+        _check(driver().cuModuleGetFunction(ctypes.byref(function), program, name.encode()), f"finding {name}")
+        return CudaKernel(function, name, device)
 
 
-class _CudaKernel:
+class CudaKernel:
+    """A kernel of a real GPU."""
+
     def __init__(self, function: ctypes.c_void_p, name: str, device: torch.device):
         self.function, self.name = function, name
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._launch = _driver().cuLaunchKernel
+        self.device_index = torch.cuda.current_device() if device.index is None else device.index
+        self._launch = driver().cuLaunchKernel
 
     def __call__(self, blocks: int, threads: int, arguments: Arguments) -> None:
+        """Start it on the current stream of its device."""
         if blocks:
-            stream = current_stream(self._index)
-            status = self._launch(
-                self.function, blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments.array, None
-            )
+            stream = stream_of(self.device_index)
+            status = self._launch(self.function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.array, None)
             if status:
                 _check(status, f"launching {self.name}")
 
 
+def stream_of(device: int) -> ctypes.c_void_p:
+    """Return the current stream of a GPU as the driver takes it."""
+    return ctypes.c_void_p(current_stream(device))
+
+
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """Return the driver's library."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -90,5 +97,5 @@ def _driver() -> ctypes.CDLL:
 def _check(status: int, what: str) -> None:
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        driver().cuGetErrorString(status, ctypes.byref(text))
         raise GradwireError(f"CUDA error {status} ({(text.value or b'unknown').decode()}) in {what}")

@@ -12,6 +12,7 @@ from importlib import resources
 
 import torch
 
+from gradwire.cuda_runtime.graphs import Graph, Launch, graph_of
 from gradwire.cuda_runtime.launcher import Arguments, Backend, CudaDriver, Kernel
 from gradwire.errors import GradwireError
 
@@ -43,21 +44,26 @@ class Launches:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._planned: list[tuple[Kernel, int, int, Arguments]] = []
+        self._planned: list[Launch] = []
+        self._graph: Graph | None = None
+        self._may_be_one = True  # whether there may be a graph
 
     def add(self, program: str, name: str, blocks: int, threads: int, arguments: Arguments) -> None:
-        """Start a kernel of <program>.cu behind the others, from now on."""
+        """Let a kernel of <program>.cu come behind the others; before the first `start`."""
         if blocks:
-            self._planned.append((kernel(program, name, self.device), blocks, threads, arguments))
+            self._planned.append(Launch(kernel(program, name, self.device), blocks, threads, arguments))
 
     def extend(self, others: Launches) -> None:
-        """Start all of those behind the others, from now on."""
+        """Let all of those come behind the others; before the first `start`."""
         self._planned += others._planned
 
     def start(self) -> None:
-        """Start all of them on the current stream of the device."""
-        for launch, blocks, threads, arguments in self._planned:
-            launch(blocks, threads, arguments)
+        """Start all of them on the current stream of the device; as one graph, but for the first time."""
+        if self._graph is not None and self._graph.start():
+            return
+        for launch in self._planned:
+            launch.start()
+        self._graph, self._may_be_one = graph_of(self._planned) if self._may_be_one else None, False
 
 
 @functools.cache
