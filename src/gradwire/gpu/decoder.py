@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,23 @@ class FrameTarget:
         """The dtype that frames have."""
         return self.frame_dtype or self.tensors[0].dtype
 
+    def __post_init__(self) -> None:
+        """Find the number of entries of each tensor, and of all of them."""
+        self.lengths = tuple([t.numel() for t in self.tensors])
+        self.count = sum(self.lengths)
+
+
+class Blocks(NamedTuple):
+    """What there is to know about blocks of messages that nobody waits for (unattended.py)."""
+
+    key: Hashable  # of layouts
+    front: int  # bytes of a block before its frames
+    report: int  # bytes that the host is told beside the status
+    stamp: int  # what prefixes say
+
+
+NO_BLOCKS = Blocks(None, 0, 0, 0)
+
 
 @dataclass
 class PendingMean:
@@ -92,31 +110,31 @@ class MessageDecoder:
 
     def prepared(
         self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]],
-        weight: float, adds: bool = False, key: Hashable = None, report: int = 0, stamp: int = 0, room: int = 0,
+        weight: float, adds: bool = False, blocks: Blocks = NO_BLOCKS,
     ) -> DecodeLayout:  # fmt: skip
         """Return the layout of an exchange, which has been told where messages and tensors are.
 
-        Of messages that nobody waits for, `report` is how many bytes the host is told beside the status, `stamp` what
-        their prefixes say, and `room` how many bytes their blocks have.
+        The messages may be blocks of messages that nobody waits for.
         """
         families = [family_of(frame.converter) for frame in frames]
-        flags = tuple(map(tuple, present))
+        flags = tuple([bytes(row) for row in present])
         kind = (
-            key,
-            report,
+            blocks.key,
+            blocks.front,
+            blocks.report,
             flags,
-            *(
-                (_alike(f, family), f.dtype, f.tensors[0].dtype, tuple(t.numel() for t in f.tensors))
+            *[
+                (_alike(f, family), f.dtype, f.tensors[0].dtype, f.lengths)
                 for f, family in zip(frames, families, strict=True)
-            ),
+            ],
         )
         layout = self._layouts.get(kind)
         if layout is None:
             make_room(self._layouts)
             layout = self._layouts[kind] = DecodeLayout(
-                frames, families, flags, self.workspace, report  # type: ignore[arg-type]
+                frames, families, flags, self.workspace, blocks  # type: ignore[arg-type]
             )  # fmt: skip
-        layout.prepare(frames, messages, weight, adds, stamp, room)
+        layout.prepare(frames, messages, weight, adds, blocks.stamp)
         return layout
 
 
@@ -124,14 +142,14 @@ class DecodeLayout:
     """One kind of exchange on one device, for any number of steps."""
 
     def __init__(
-        self, frames: Sequence[FrameTarget], families: Sequence[Family], present: tuple[tuple[bool, ...], ...],
-        workspace: Workspace, report: int,
+        self, frames: Sequence[FrameTarget], families: Sequence[Family], present: Sequence[bytes],
+        workspace: Workspace, blocks: Blocks,
     ):  # fmt: skip
         self.workspace, self.device, self.ranks = workspace, workspace.device, len(present)
-        self._report_size = report
+        self._front, self._report_size = blocks.front, blocks.report
         self._version = -1
         self._kept = [frame.converter for frame in frames]  # so that no other converter gets its id
-        sizes = [t.numel() for frame in frames for t in frame.tensors]
+        sizes = [n for frame in frames for n in frame.lengths]
         self.targets = np.zeros(len(sizes), TARGET)
         self.targets["count"] = sizes
         sources = np.zeros((len(sizes), self.ranks), SOURCE)
@@ -173,7 +191,7 @@ class DecodeLayout:
         for row, values in zip(self.arrivals, arrivals, strict=True):
             for name, value in values.items():
                 row[name] = value
-        self._senders = {a["message"] for a in arrivals}  # ranks that have a frame
+        self._silent = sorted({*range(self.ranks)} - {a["message"] for a in arrivals})  # ranks without a frame
         most = max((a["count"] for a in arrivals), default=1)
         self.blocks = max(1, min(-(-most // BLOCK_ENTRIES), 1024))
 
@@ -232,6 +250,7 @@ class DecodeLayout:
             view[at : at + array.nbytes].view(array.dtype)
             for at, array in zip((messages_at, targets_at, job_at), changing, strict=True)
         )
+        self._places_of_messages = self.messages.view(np.uint64).reshape(-1, 2)
         self._status_of_host = view[status_at : status_at + STATUS.itemsize].view(STATUS)
         self._told_here, self.report_on_device = self._dynamic[:told], self._dynamic[report_at:]
         self.status = self._told[status_at : status_at + STATUS.itemsize]
@@ -264,17 +283,17 @@ class DecodeLayout:
             launches.add(*family.combines, len(tiles) // WHERE.itemsize, 256, Arguments(job, tiles))
 
     def prepare(
-        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float, adds: bool, stamp: int,
-        room: int,
+        self, frames: Sequence[FrameTarget], messages: Sequence[torch.Tensor], weight: float, adds: bool, stamp: int
     ) -> None:  # fmt: skip
         """Tell the device where the messages and the tensors of this step are."""
         if self._version != self.workspace.version:
             self._place()
-        lengths = [m.numel() for m in messages]
-        self.messages["bytes"], self.messages["length"] = [m.data_ptr() for m in messages], lengths
+        front = self._front
+        self._places_of_messages[:] = [(m.data_ptr() + front, m.numel() - front) for m in messages]
         self.targets["out"] = [t.data_ptr() for frame in frames for t in frame.tensors]
-        self.job["weight"], self.job["adds"], self.job["stamp"], self.job["room"] = weight, adds, stamp, room
-        unseen = any(length for rank, length in enumerate(lengths) if rank not in self._senders)
+        self.job["weight"], self.job["adds"], self.job["stamp"] = weight, adds, stamp
+        self.job["room"] = messages[0].numel() if front else 0
+        unseen = any(messages[rank].numel() - front for rank in self._silent)
         self._status_of_host["bits"] = UNUSUAL if unseen else 0  # nobody looks at these messages
         self._dynamic.copy_(self._host, non_blocking=True)
 
@@ -285,7 +304,7 @@ class DecodeLayout:
 
 def _alike(frame: FrameTarget, family: Family | None) -> Hashable:
     assert family is not None, "the caller has asked can_encode"
-    return family.alike(frame.converter, sum(t.numel() for t in frame.tensors))
+    return family.alike(frame.converter, frame.count)
 
 
 @functools.cache

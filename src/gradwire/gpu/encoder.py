@@ -77,7 +77,8 @@ class MessageEncoder:
         self.device, self.workspace = device, Workspace(device)
         self._layouts: dict[tuple[object, ...], MessageLayout] = {}
         self._formats: dict[int, int] = {}
-        self._kept: dict[int, Converter] = {}
+        self._families: dict[int, Family] = {}
+        self._kept: list[Converter] = []  # so that no other converter gets the id of one that is known
         self._records: dict[bytes, torch.Tensor] = {}  # what kernels have to know of converters, by content
 
     def encode(self, tasks: Sequence[FrameTask], out: torch.Tensor) -> PendingMessage:
@@ -95,13 +96,14 @@ class MessageEncoder:
 
         Stamp and `everything` are those of `UnattendedMessages.encode`.
         """
-        families = [self._family(task.converter) for task in tasks]
+        known = self._families
+        families = [known.get(id(task.converter)) or self._family(task.converter) for task in tasks]
         kind = (
             key,
-            *(
+            *[
                 (family.alike(task.converter, task.count), task.shape, task.dtype, task.lengths)
                 for task, family in zip(tasks, families, strict=True)
-            ),
+            ],
         )
         layout = self._layouts.get(kind)
         if layout is None:
@@ -111,13 +113,13 @@ class MessageEncoder:
         return layout
 
     def _family(self, converter: Converter) -> Family:
+        """Return the family of a converter that has not been here before."""
         family = family_of(converter)
         assert family is not None, "the caller has asked can_encode"
-        if id(converter) not in self._formats:
-            content = family.format(converter)
-            record = self._records.get(content.tobytes())
-            if record is None:
-                record = self._records[content.tobytes()] = torch.from_numpy(content.copy()).to(self.device)
-            self._kept[id(converter)] = converter  # so that no other converter gets this id
-            self._formats[id(converter)] = record.data_ptr()
+        content = family.format(converter)
+        record = self._records.get(content.tobytes())
+        if record is None:
+            record = self._records[content.tobytes()] = torch.from_numpy(content.copy()).to(self.device)
+        self._kept.append(converter)
+        self._families[id(converter)], self._formats[id(converter)] = family, record.data_ptr()
         return family

@@ -46,13 +46,9 @@ class FrameTask:
     decay: float = 1.0
     seed: int = 0
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors, which is that of the frame."""
-        return self.tensors[0].gradient.dtype
-
     def __post_init__(self) -> None:
-        """Find the number of entries of each tensor, and of all of them."""
+        """Find the number of entries of each tensor, and of all of them, and the dtype, which is that of the frame."""
+        self.dtype = self.tensors[0].gradient.dtype
         self.lengths = tuple([t.gradient.numel() for t in self.tensors])
         self.count = sum(self.lengths)
 

@@ -31,6 +31,7 @@ from gradwire.gpu.structures import (
     SYMBOLS,
     TENSOR,
     TILE,
+    TOLD_ANEW,
     WHERE,
 )  # fmt: skip
 from gradwire.gpu.workspace import Workspace, host_bytes
@@ -116,7 +117,6 @@ class MessageLayout:
                 row["frame"], row["most_chunks"] = i, _most_chunks(int(row["count"]), plan.alphabet)
                 stream += 1
         self.symbol_count, self.part_count, self.tile_count = symbol, part, tile
-        self._frame_of_tensor = self.tensors["frame"].tolist()
         self.chunks = pairs(self.streams["most_chunks"])
         self.pieces = np.array(where_pieces, dtype=WHERE)
 
@@ -246,6 +246,7 @@ class MessageLayout:
         tensors = view[tensors_at : tensors_at + self.tensors.nbytes].view(TENSOR)
         tensors[:] = self.tensors
         self.tensors, self.job = tensors, view[self._job_at : self._job_at + JOB.itemsize].view(JOB)
+        self._told_anew = tensors.view(np.uint64).reshape(len(tensors), -1)[:, :TOLD_ANEW]
         self.job[0]["tensors"], self.job[0]["status"] = start + tensors_at, start + self._status_at
 
     def _write_job(self, at: dict[str, int]) -> None:
@@ -288,14 +289,16 @@ class MessageLayout:
         """Tell the device where the tensors of this step are, and where the message goes."""
         if self._version != self.workspace.version:
             self._place(tasks)
-        tensors = [t for task in tasks for t in task.tensors]
-        rows = self.tensors
-        rows["gradient"] = [t.gradient.data_ptr() for t in tensors]
-        rows["before"] = [0 if t.before is None else t.before.data_ptr() for t in tensors]
-        rows["after"] = [0 if t.after is None else t.after.data_ptr() for t in tensors]
-        rows["decay"] = [task.decay * t.factor for task in tasks for t in task.tensors]
-        told = [family.told(task) & 0xFFFFFFFFFFFFFFFF for task, family in zip(tasks, self._families, strict=True)]
-        rows["seed"] = [told[frame] for frame in self._frame_of_tensor]
+        fields: list[int] = []
+        for task, family in zip(tasks, self._families, strict=True):
+            told = family.told(task) & 0xFFFFFFFFFFFFFFFF
+            for t in task.tensors:
+                fields += (
+                    t.gradient.data_ptr(), 0 if t.before is None else t.before.data_ptr(),
+                    0 if t.after is None else t.after.data_ptr(), told,
+                )  # fmt: skip
+        self._told_anew[:] = np.array(fields, np.uint64).reshape(-1, TOLD_ANEW)
+        self.tensors["decay"] = [task.decay * t.factor for task in tasks for t in task.tensors]
         self.job["out"], self.job["room"] = out.data_ptr(), out.numel()
         self.job["stamp"], self.job["everything"] = stamp, everything
         self._dynamic.copy_(self._host, non_blocking=True)  # and zeros for the status

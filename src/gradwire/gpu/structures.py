@@ -17,7 +17,7 @@ def _structure(**fields: object) -> np.dtype:
 
 
 TENSOR = _structure(
-    gradient="u8", before="u8", after="u8", step_at="u8", sample="u8", format="u8", count="i8", first="i8", seed="u8",
+    gradient="u8", before="u8", after="u8", seed="u8", step_at="u8", sample="u8", format="u8", count="i8", first="i8",
     own="u8", decay="f4", dtype="i4", frame="i4", stream="i4", parts="i4", tiles="i4", first_part="i4", first_tile="i4",
 )  # fmt: skip
 FIT = _structure(
@@ -43,6 +43,7 @@ JOB = _structure(
     status="u8", out="u8", room="u8", symbols="u8", stamp="u8", stream_count="i4", frame_count="i4", chunk_count="i4",
     piece_count="i4", everything="i4",
 )  # fmt: skip
+TOLD_ANEW = 4  # fields at the front of a tensor that are told for every message: addresses, and its seed
 ALL = (TENSOR, FIT, STREAM_, PIECE, FRAME, STATUS, WHERE, JOB)
 
 # ── decoding: sources/arrivals.h ──

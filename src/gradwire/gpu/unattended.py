@@ -17,7 +17,7 @@ import torch
 
 from gradwire.cuda_runtime.launcher import Arguments
 from gradwire.cuda_runtime.programs import Launches
-from gradwire.gpu.decoder import FrameTarget, MessageDecoder
+from gradwire.gpu.decoder import Blocks, FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder
 from gradwire.gpu.families import SOME_BLOCKS, FrameTask
 from gradwire.gpu.layout import MessageLayout
@@ -111,11 +111,10 @@ class UnattendedMessages:
         `encoded` is this rank's message, of the same tensors in the same order.
         """
         world = len(blocks)
-        everything = [[True] * sum(len(frame.tensors) for frame in frames)] * world
+        everything = [[True] * sum([len(frame.tensors) for frame in frames])] * world
         layout = self._decoder.prepared(
-            frames, [block[FRONT:] for block in blocks], everything, 1 / world, key=key, report=TOLD * world,
-            stamp=stamp, room=blocks[0].numel(),
-        )  # fmt: skip
+            frames, blocks, everything, 1 / world, blocks=Blocks(key, FRONT, TOLD * world, stamp)
+        )
         planned = self._planned.get(("average", key))
         if planned is None or not planned.is_for(encoded.on_device, layout.on_device):
             launches = Launches(self.device)

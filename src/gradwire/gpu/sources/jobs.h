@@ -26,12 +26,12 @@ struct Tensor {
     const void* gradient;
     const float* before;  // error memory; null without error feedback
     float* after;
+    u64 seed;  // of stochastic rounding; this and what is above it are told anew for every message, and the decay
     u8* step_at;  // where the frame states this tensor's step (2 bytes, bf16)
     float* sample;  // room for min(count, 65536) numbers
     const void* format;  // what its family of converters has to know
     i64 count;
     i64 first;  // index of its first symbol in the message's buffer of symbols
-    u64 seed;  // of stochastic rounding
     void* own;  // scratch that its family asked for
     float decay;
     int dtype;
