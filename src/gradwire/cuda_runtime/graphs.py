@@ -33,15 +33,16 @@ class Graph:
     """Launches that were made one; their arguments are what they were then."""
 
     def __init__(self, executable: ctypes.c_void_p, device: int):
-        self._executable, self._device, self._driver = executable, device, launcher.driver()
+        self._executable, self._device = executable, device
+        self._launch, self._destroy = launcher.driver().cuGraphLaunch, launcher.driver().cuGraphExecDestroy
 
     def start(self) -> bool:
         """Start them on the current stream of their device; False says that nothing was started."""
-        return not self._driver.cuGraphLaunch(self._executable, launcher.stream_of(self._device))
+        return not self._launch(self._executable, launcher.stream_of(self._device))
 
     def __del__(self) -> None:
-        """Free it, when it is over."""
-        self._driver.cuGraphExecDestroy(self._executable)
+        """Free it; the driver waits with that until it is over."""
+        self._destroy(self._executable)
 
 
 def graph_of(launches: Sequence[Launch]) -> Graph | None:
