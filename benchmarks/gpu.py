@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,13 @@ class Contestant:
         return milliseconds(lambda: self.encoder.encode(self.tasks, self.out))
 
     def encode_host_us(self) -> float:
-        """Return the median time that the host takes to start an encoding, while the GPU has nothing else to do."""
-        times = []
-        for _ in range(50):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self.encoder.encode(self.tasks, self.out)
-            times.append(time.perf_counter() - start)
-        return 1e6 * statistics.median(times)
+        """Return the time that the host takes to start an encoding."""
+        return host_us(lambda: self.encoder.encode(self.tasks, self.out))
+
+    def decode_host_us(self) -> float:
+        """Return the time that the host takes to start a decoding."""
+        message, present = self.out[: self.encode()], [[True] * len(self.sizes)]
+        return host_us(lambda: self.decoder.average(self.targets, [message], present, 1.0))
 
     def decode_ms(self, ranks: int) -> float:
         length = self.encode()
@@ -131,6 +131,17 @@ class Contestant:
         return {event.key: round(event.device_time_total / repeats, 1) for event in profile.key_averages()}
 
 
+def host_us(call: Callable[[], object]) -> float:
+    """Return the median time that a call takes on the host, while the GPU has nothing else to do."""
+    times = []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
 CHECKED = [1, 33, 4096, 70001, 1 << 20], [200003] * 3  # sizes of the tensors of two messages
 
 
@@ -160,7 +171,7 @@ def measure(spec: str, entries: int, profiled: bool) -> dict[str, Any]:
     del big
     small = Contestant(spec, [1 << 20])
     row["encode_1M_us"], row["encode_1M_host_us"] = 1e3 * small.encode_ms(), small.encode_host_us()
-    row["decode_1M_us"] = 1e3 * small.decode_ms(1)
+    row["decode_1M_us"], row["decode_1M_host_us"] = 1e3 * small.decode_ms(1), small.decode_host_us()
     if profiled:
         row["kernels_1M_us"] = small.kernels_us()
     bucket = Contestant(spec, [1 << 18] * 16)
@@ -176,7 +187,8 @@ def show(spec: str, row: dict[str, Any], seconds: float) -> None:
         f"{spec:15} {row['bits']:6.3f} bits  encode {row['encode_ms']:7.3f} ms {row['encode_GBs']:5.0f} GB/s  "
         f"decode {row['decode_ms']:7.3f} ms {row['decode_GBs']:5.0f} GB/s  "
         f"8 frames {row['decode_8_ms']:6.3f} ms (one by one {row['decode_8_one_by_one_ms']:6.3f})  "
-        f"1M {row['encode_1M_us']:4.0f} us (host {row['encode_1M_host_us']:4.0f}) / {row['decode_1M_us']:4.0f}  "
+        f"1M {row['encode_1M_us']:4.0f} us (host {row['encode_1M_host_us']:4.0f}) / "
+        f"{row['decode_1M_us']:4.0f} ({row['decode_1M_host_us']:4.0f})  "
         f"16x256k {row['encode_16x256k_us']:4.0f} / {row['decode_16x256k_us']:4.0f} us  "
         f"{row['check']}  ({seconds:.0f} s)", flush=True,
     )  # fmt: skip
