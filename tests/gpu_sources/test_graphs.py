@@ -14,6 +14,7 @@ from gradwire.cuda_runtime import graphs, launcher, programs
 from gradwire.cuda_runtime.launcher import CudaKernel
 from gradwire.gpu.decoder import FrameTarget, MessageDecoder
 from gradwire.gpu.encoder import MessageEncoder
+from gradwire.gpu.unattended import FRONT, UnattendedMessages
 from support.cuda_on_cpu import CudaOnCpu
 from support.device_frames import HOST, encode, frame_task, tensor_tasks
 
@@ -151,6 +152,25 @@ def test_all_but_the_first_message_are_one_launch(driver: Driver, monkeypatch: p
     assert len(set(frames)) == 3
     driver.version = 0
     assert messages(MessageEncoder(HOST), MessageDecoder(HOST), 3) == frames
+
+
+def test_messages_that_nobody_waits_for_are_two_launches(driver: Driver) -> None:
+    """Seals and what opens them are in the same graphs, with the stamp of each step."""
+    unattended = UnattendedMessages(MessageEncoder(HOST), MessageDecoder(HOST))
+    for step in range(3):
+        torch.manual_seed(step)
+        task, mean = frame_task("qsgd", tensor_tasks([5000])), torch.full((5000,), float("nan"))
+        block = torch.zeros(8192 + step, dtype=torch.uint8)
+        layout = unattended.encode("key", [task], block, stamp=7 + step)
+        outcome = unattended.average("key", layout, [FrameTarget(task.converter, [mean])], [block], stamp=7 + step)
+        outcome.wait()
+        assert not outcome.waited and int.from_bytes(outcome.prefixes[0][8:].tobytes(), "little") == 7 + step
+        frame = bytes(block[FRONT : FRONT + sum(layout.frame_lengths())].numpy())
+        assert torch.equal(mean, gradwire.decode(frame))
+    encoding, decoding = driver.replayed[:2]
+    assert driver.launched == encoding + decoding and driver.replayed == 2 * [encoding, decoding]
+    assert (encoding[0][0], encoding[-1][0]) == ("find_absent", "seal")
+    assert (decoding[0][0], decoding[-1][0]) == ("open_messages", "conclude")
 
 
 def test_a_workspace_that_has_grown_makes_a_new_graph(driver: Driver) -> None:
