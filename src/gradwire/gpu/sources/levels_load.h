@@ -89,18 +89,30 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
             u[4 * row + 2] = widened(u16(v.y), dtype), u[4 * row + 3] = widened(u16(v.y >> 16), dtype);
         }
     }
+    if (!t.before) {
 #pragma unroll
-    for (int row = 0; row < ROWS; row++)
-        if (128 * row < n)
-            for (int k = 0; k < 4; k++) wrong[k] = __fmaf_rn(u[4 * row + k], 0.0f, wrong[k]);
-    if (t.before) {
-        const float4* before = reinterpret_cast<const float4*>(t.before + begin) + lane;
+        for (int row = 0; row < ROWS; row++)
+            if (128 * row < n)
+                for (int k = 0; k < 4; k++) wrong[k] = __fmaf_rn(u[4 * row + k], 0.0f, wrong[k]);
+        return (wrong[0] + wrong[1]) + (wrong[2] + wrong[3]);
+    }
+    // Nothing is used before four rows of the memory are on their way, or each row would wait for the one before.
+    const float4* before = reinterpret_cast<const float4*>(t.before + begin) + lane;
 #pragma unroll
-        for (int row = 0; row < ROWS; row++) {
+    for (int top = 0; top < ROWS; top += 4) {
+        float4 rows[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            rows[r] = make_float4(0, 0, 0, 0);
+            if (128 * (top + r) < n) rows[r] = before[32 * (top + r)];
+        }
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            int row = top + r;
             if (128 * row >= n) continue;
-            float4 v = before[32 * row];
-            float e[4] = {v.x, v.y, v.z, v.w};
+            float e[4] = {rows[r].x, rows[r].y, rows[r].z, rows[r].w};
             for (int k = 0; k < 4; k++) {
+                wrong[k] = __fmaf_rn(u[4 * row + k], 0.0f, wrong[k]);
                 wrong[k] = __fmaf_rn(e[k], 0.0f, wrong[k]);
                 u[4 * row + k] = compensated(u[4 * row + k], e[k], decay);
             }
