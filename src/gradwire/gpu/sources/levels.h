@@ -1,6 +1,8 @@
 // A few levels in each bucket of entries (codec 4): the levels, the symbols and the new error memory in one pass.
 //
-// A warp takes a bucket and keeps all its entries in registers, so that gradient and memory are read once.
+// A warp takes a bucket and has all its entries in registers while it looks for levels, so that gradient and memory are
+// read once. Then they wait in shared memory until it is their turn to be converted: the fewer registers a warp needs,
+// the more warps work while others wait.
 #pragma once
 #include "levels_fit.h"
 
@@ -43,23 +45,34 @@ struct FewCounts {
 template <int ROWS, int KIND>
 __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     __shared__ u32 counts[kSymbols];
-    __shared__ Table tables[kWarps];
     const int N = 4 * ROWS;
-    __shared__ Bins<N> all_bins[KIND == TWO_MEANS || KIND == SEARCHED ? kWarps : 1];
     const bool stochastic = KIND != SIGNS && KIND != TWO_MEANS;
     const bool binary = KIND != SCALED && KIND != SEARCHED;  // always two levels
-    Segment segment = segment_of(job, tiles[blockIdx.x]);
-    if (i64(segment.tile) * kTile >= segment.count) return;
-    const Tensor& t = *segment.tensors;
-    const Recipe recipe = *static_cast<const Recipe*>(t.format);
-    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, s = recipe.levels, dtype = t.dtype;
-    bool few = s <= kFew;
+    __shared__ float all_numbers[kWarps][KIND == SEARCHED ? kSymbols : 2];
+    __shared__ float2 all_values[kWarps][binary ? 1 : kSymbols];
+    // Where the search needs all entries up to its end, they take the place of the bins after it.
+    const int place = KIND == TWO_MEANS ? sizeof(Bins<N>) / 16 : 0;
+    __shared__ uint4 scratch[kWarps][KIND == SEARCHED ? sizeof(Bins<N>) / 16 : place + 32 * ROWS];
+    __shared__ Segment segment;
+    __shared__ Tensor t;  // the first one of the segment
+    __shared__ Recipe recipe;
+    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    if (!tid) {
+        segment = segment_of(job, tiles[blockIdx.x]);
+        t = *segment.tensors;
+        recipe = *static_cast<const Recipe*>(t.format);
+    }
     for (int k = tid; k < kSymbols; k += kThreads) counts[k] = 0;
     __syncthreads();
-    Table& table = tables[warp];
+    if (i64(segment.tile) * kTile >= segment.count) return;
+    int s = recipe.levels, dtype = t.dtype;
+    bool few = s <= kFew;
+    float* numbers = all_numbers[warp];
+    Bins<N>* bins = reinterpret_cast<Bins<N>*>(scratch[warp]);
+    float4* mine = reinterpret_cast<float4*>(scratch[warp] + place) + lane;
     u8* symbols = job->symbols + t.first;
     int width = (recipe.kind == EXPLICIT ? s : recipe.kind == EVEN ? 2 : 1) * (recipe.precision == FP32 ? 4 : 2);
-    int thresholds = 1;
+    int bucket = recipe.bucket, bits = __ffs(bucket) - 1, buckets = kTile >> bits, thresholds = 1;
     while (thresholds < s - 1) thresholds *= 2;
     bool aligned = segment.many == 1 && !((u64)(t.gradient) & (dtype == FP32 ? 15 : 7)) && !((u64)(t.before) & 15) &&
                    !((u64)(t.after) & 15) && !((u64)(symbols) & 3);
@@ -68,55 +81,56 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
     float bad = 0;
     bool usual = true;
 #pragma unroll 1
-    for (int b = warp; b < kTile / recipe.bucket; b += kWarps) {
-        i64 begin = i64(segment.tile) * kTile + i64(b) * recipe.bucket;
+    for (int b = warp; b < buckets; b += kWarps) {
+        i64 begin = i64(segment.tile) * kTile + i64(b) * bucket;
         if (begin >= segment.count) break;
-        int n = int(segment.count - begin < recipe.bucket ? segment.count - begin : recipe.bucket);
+        int n = int(segment.count - begin < bucket ? segment.count - begin : bucket);
         bool wide = aligned && !(n & 127);
         float u[N];
-        bad += load_bucket<ROWS>(segment, begin, n, wide, u);
-        usual = fit_bucket<N, KIND>(recipe, u, n, &all_bins[warp % (sizeof(all_bins) / sizeof(all_bins[0]))],
-                                    table.numbers) &&
-                usual;
-        state_numbers(job, recipe, dtype, n, table, t.step_at + (begin / recipe.bucket) * width);
-        state_values(recipe, table, dtype, thresholds);
+        bad += load_bucket<ROWS>(segment, t, begin, n, wide, mine, u);
+        if (KIND != SEARCHED) keep(u, mine);
+        usual = fit_bucket<N, KIND>(recipe, u, n, bins, numbers) && usual;
+        if (KIND == SEARCHED) keep(u, mine);
+        state_numbers(job, recipe, dtype, n, numbers, t.step_at + (begin >> bits) * width);
+        state_values(recipe, numbers, all_values[warp], dtype, thresholds);
         u64 index = segment.first + u64(begin);
         u32 k1 = mix(u32(t.seed) ^ 0x9e3779b9u ^ mix(u32(index >> 32))), k2 = mix(k1 ^ u32(t.seed >> 32));
-        float low = table.values[0].x, high = table.values[0].y, gap = __fsub_rn(high, low);
-        float middle = __double2float_rn((double(low) + double(high)) / 2), median = table.values[thresholds / 2].x;
-        const char* values = reinterpret_cast<const char*>(table.values);
+        float low = all_values[warp][0].x, high = all_values[warp][0].y, gap = __fsub_rn(high, low);
+        float middle = __double2float_rn((double(low) + double(high)) / 2), median = all_values[warp][thresholds / 2].x;
+        const char* values = reinterpret_cast<const char*>(all_values[warp]);
         entries += n;
-        // Four rows at a time; then the others move up, so that this code is there only once.
+        // Two rows at a time.
 #pragma unroll 1
-        for (int first = 0; first < n; first += 512) {
-            float x[16];
-            u32 at[16];  // eight times the symbol: where its value is
-            u32 packed[4];
+        for (int first = 0; first < n; first += 256) {
+            float x[8];
+            u32 at[8];  // eight times the symbol: where its value is
+            u32 packed[2];
 #pragma unroll
-            for (int q = 0; q < 16; q++) x[q] = u[q];
+            for (int row = 0; row < 2; row++) {
+                float4 four = mine[first / 4 + 32 * row];
+                x[4 * row] = four.x, x[4 * row + 1] = four.y, x[4 * row + 2] = four.z, x[4 * row + 3] = four.w;
+            }
+            slots += 256;
+            if (first + 256 > n) {  // from here on padding belongs to the first symbol
 #pragma unroll
-            for (int q = 0; q + 16 < N; q++) u[q] = u[q + 16];
-            slots += 512;
-            if (first + 512 > n) {  // from here on padding belongs to the first symbol
-#pragma unroll
-                for (int q = 0; q < 16; q++)
+                for (int q = 0; q < 8; q++)
                     if (first + 128 * (q / 4) + 4 * lane + q % 4 >= n) x[q] = -kInfinity;
             }
             if (!binary) {
                 u32 half = thresholds > 1 ? 4 * thresholds : 0;
 #pragma unroll
-                for (int q = 0; q < 16; q++) at[q] = x[q] >= median ? half : 0;
+                for (int q = 0; q < 8; q++) at[q] = x[q] >= median ? half : 0;
 #pragma unroll 1
                 for (u32 by = half / 2; by >= 8; by >>= 1) {
 #pragma unroll
-                    for (int q = 0; q < 16; q++) {
+                    for (int q = 0; q < 8; q++) {
                         u32 next = at[q] + by;
                         if (x[q] >= *reinterpret_cast<const float*>(values + next)) at[q] = next;
                     }
                 }
             }
 #pragma unroll
-            for (int q = 0; q < 16; q++) {
+            for (int q = 0; q < 8; q++) {
                 float under = low, over = high, difference = gap;
                 if (!binary) {
                     float2 both = *reinterpret_cast<const float2*>(values + at[q]);
@@ -139,17 +153,15 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
             }
             if (!binary && few) {
 #pragma unroll
-                for (int q = 0; q < 16; q++) {
-                    counted.add(at[q] >> 3);
-                    if (q == 7 || q == 15) counted.widen();
-                }
+                for (int q = 0; q < 8; q++) counted.add(at[q] >> 3);
+                counted.widen();
             } else if (!binary) {
 #pragma unroll
-                for (int q = 0; q < 16; q++) atomicAdd(&counts[at[q] >> 3], 1u);
+                for (int q = 0; q < 8; q++) atomicAdd(&counts[at[q] >> 3], 1u);
             }
             if (wide) {
 #pragma unroll
-                for (int row = 0; row < 4; row++) {
+                for (int row = 0; row < 2; row++) {
                     if (first + 128 * row >= n) continue;
                     i64 at = begin + first + 128 * row + 4 * lane;
                     *reinterpret_cast<u32*>(symbols + at) = packed[row];
@@ -160,7 +172,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
                 continue;
             }
 #pragma unroll
-            for (int q = 0; q < 16; q++) {
+            for (int q = 0; q < 8; q++) {
                 int i = first + 128 * (q / 4) + 4 * lane + q % 4;
                 if (i >= n) continue;
                 i64 at = begin + i;
@@ -170,7 +182,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
             }
         }
         // Small buckets are mostly padding, of which there may be too much to count.
-        if (!binary && few && b + 8 * kWarps < kTile / recipe.bucket) ninth -= counted.move_to(counts);
+        if (!binary && few && b + 8 * kWarps < buckets) ninth -= counted.move_to(counts);
         __syncwarp();
     }
     if (bad != 0) atomicOr(&job->status->bits, u32(NONFINITE));  // a NaN is not 0

@@ -39,34 +39,45 @@ __device__ __forceinline__ const Tensor& tensor_at(const Segment& s, i64* i) {
     while (*i >= t->count) *i -= t++->count;
     return *t;
 }
-// Loads a bucket of n entries and pads it. `wide` says that it is whole rows of one tensor, and aligned. Returns 0, or a
-// NaN if something is not finite.
+// Puts a lane's entries into its part of shared memory: four of them, and the next four 32 lanes further on.
+template <int N>
+__device__ __forceinline__ void keep(const float (&u)[N], float4* mine) {
+#pragma unroll
+    for (int row = 0; row < N / 4; row++)
+        mine[32 * row] = make_float4(u[4 * row], u[4 * row + 1], u[4 * row + 2], u[4 * row + 3]);
+}
+
+// Loads a bucket of n entries and pads it. `wide` says that it is whole rows of one tensor `t`, and aligned; others go
+// through a lane's part of shared memory. Returns 0, or a NaN if something is not finite.
 template <int ROWS>
-__device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, int n, bool wide,
-                                             float (&u)[4 * ROWS]) {
-    const Tensor& t = *segment.tensors;
+__device__ __forceinline__ float load_bucket(const Segment& segment, const Tensor& t, i64 begin, int n, bool wide,
+                                             float4* mine, float (&u)[4 * ROWS]) {
     int lane = threadIdx.x & 31, dtype = t.dtype;
     float decay = t.decay, bad = 0, wrong[4] = {0, 0, 0, 0};
     if (!wide) {
-        // Row by row from the last one on; those that are there move up, so that this code is there only once.
 #pragma unroll 1
-        for (int row = ROWS - 1; row >= 0; row--) {
-#pragma unroll
-            for (int q = 4 * ROWS - 1; q >= 4; q--) u[q] = u[q - 4];
+        for (int row = 0; row < ROWS; row++) {
+            float x[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                u[k] = kInfinity;
+                x[k] = kInfinity;
                 int i = 128 * row + 4 * lane + k;
                 if (i >= n) continue;
                 i64 at = begin + i;
                 const Tensor& from = tensor_at(segment, &at);
-                u[k] = load(from.gradient, at, dtype);
-                bad = __fmaf_rn(u[k], 0.0f, bad);
+                x[k] = load(from.gradient, at, dtype);
+                bad = __fmaf_rn(x[k], 0.0f, bad);
                 if (!from.before) continue;
                 float e = from.before[at];
                 bad = __fmaf_rn(e, 0.0f, bad);
-                u[k] = compensated(u[k], e, from.decay);
+                x[k] = compensated(x[k], e, from.decay);
             }
+            mine[32 * row] = make_float4(x[0], x[1], x[2], x[3]);
+        }
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            float4 v = mine[32 * row];
+            u[4 * row] = v.x, u[4 * row + 1] = v.y, u[4 * row + 2] = v.z, u[4 * row + 3] = v.w;
         }
         return bad;
     }
@@ -96,18 +107,19 @@ __device__ __forceinline__ float load_bucket(const Segment& segment, i64 begin, 
                 for (int k = 0; k < 4; k++) wrong[k] = __fmaf_rn(u[4 * row + k], 0.0f, wrong[k]);
         return (wrong[0] + wrong[1]) + (wrong[2] + wrong[3]);
     }
-    // Nothing is used before four rows of the memory are on their way, or each row would wait for the one before.
+    // Nothing is used before some rows of the memory are on their way, or each row would wait for the one before.
+    const int kAhead = ROWS > 4 ? 2 : 4;  // as many as there are registers for
     const float4* before = reinterpret_cast<const float4*>(t.before + begin) + lane;
 #pragma unroll
-    for (int top = 0; top < ROWS; top += 4) {
-        float4 rows[4];
+    for (int top = 0; top < ROWS; top += kAhead) {
+        float4 rows[kAhead];
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
+        for (int r = 0; r < kAhead; r++) {
             rows[r] = make_float4(0, 0, 0, 0);
             if (128 * (top + r) < n) rows[r] = before[32 * (top + r)];
         }
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
+        for (int r = 0; r < kAhead; r++) {
             int row = top + r;
             if (128 * row >= n) continue;
             float e[4] = {rows[r].x, rows[r].y, rows[r].z, rows[r].w};

@@ -10,11 +10,6 @@ struct Recipe {  // of `Tensor.format`
     int method, levels, kind, precision, bucket, outward;
 };
 
-struct Table {         // of a warp's bucket
-    float numbers[256];
-    float2 values[256];  // values[k]: what the symbols k and k + 1 stand for
-};
-
 __device__ __forceinline__ float to_type(float x, int type) { return received(x, type) + 0.0f; }  // no −0
 
 // The least number of this type that is not below x.
@@ -38,8 +33,9 @@ __device__ __forceinline__ void put_number(u8* at, float x, int precision) {
     if (precision == FP32) at[2] = u8(bits >> 16), at[3] = u8(bits >> 24);
 }
 
-// Rounds the numbers of a bucket of n entries and writes them to the frame. By a warp, whose own table this is.
-__device__ __forceinline__ void state_numbers(Job* job, const Recipe& recipe, int dtype, int n, Table& table, u8* at) {
+// Rounds the numbers of a bucket of n entries and writes them to the frame. By a warp, whose own numbers these are.
+__device__ __forceinline__ void state_numbers(Job* job, const Recipe& recipe, int dtype, int n, float* numbers,
+                                              u8* at) {
     int lane = threadIdx.x & 31, s = recipe.levels, precision = recipe.precision;
     int width = recipe.kind == EXPLICIT ? s : recipe.kind == EVEN ? 2 : 1;
     float limit = dtype == FP16 ? 65504.0f : kLargest;
@@ -47,14 +43,14 @@ __device__ __forceinline__ void state_numbers(Job* job, const Recipe& recipe, in
     used = used < width ? used : width;
     int last = n - 1 < 1 ? 1 : n - 1;  // a small bucket repeats its last level
     last = last < width - 1 ? last : width - 1;
-    float final = limited(table.numbers[width - 1], limit);
+    float final = limited(numbers[width - 1], limit);
     __syncwarp();
 #pragma unroll 1
     for (int k = lane; k < width; k += 32) {
-        float x = limited(table.numbers[k], limit), y = to_type(x, precision);
+        float x = limited(numbers[k], limit), y = to_type(x, precision);
         if (recipe.outward && k >= last) y = outward(final, dtype, precision);
         if (recipe.outward && k < last && !k) y = -outward(-x, dtype, precision) + 0.0f;
-        table.numbers[k] = y;
+        numbers[k] = y;
         if (precision == FP16 && !(fabsf(x) <= 65504.0f)) atomicOr(&job->status->bits, u32(UNUSUAL));
         if (k < used) put_number(at + k * (precision == FP32 ? 4 : 2), y, precision);
     }
@@ -62,12 +58,12 @@ __device__ __forceinline__ void state_numbers(Job* job, const Recipe& recipe, in
 }
 
 // What a receiver gets for symbol k.
-__device__ __forceinline__ float value_of(const Recipe& recipe, const Table& table, int dtype, int k) {
+__device__ __forceinline__ float value_of(const Recipe& recipe, const float* numbers, int dtype, int k) {
     int s = recipe.levels;
-    float level = table.numbers[recipe.kind == EXPLICIT ? k : 0];
+    float level = numbers[recipe.kind == EXPLICIT ? k : 0];
     if (recipe.kind != EXPLICIT) {
         double low = recipe.kind == SYMMETRIC ? -double(level) : double(level);
-        double high = recipe.kind == SYMMETRIC ? double(level) : double(table.numbers[1]);
+        double high = recipe.kind == SYMMETRIC ? double(level) : double(numbers[1]);
         double both = low * double(s - 1 - k) + high * double(k);
         // Half, a quarter … of it is the same whether one divides or multiplies, which is faster.
         double part = double(__uint_as_float(u32(96 + __clz(s - 1)) << 23));
@@ -76,14 +72,16 @@ __device__ __forceinline__ float value_of(const Recipe& recipe, const Table& tab
     return received(level, dtype);
 }
 
-// States the values on both sides of each threshold, which are the inner values, up to the next power of two.
-__device__ __forceinline__ void state_values(const Recipe& recipe, Table& table, int dtype, int thresholds) {
+// States the values on both sides of each threshold, which are the inner values, up to the next power of two: values[k]
+// is what the symbols k and k + 1 stand for.
+__device__ __forceinline__ void state_values(const Recipe& recipe, const float* numbers, float2* values, int dtype,
+                                             int thresholds) {
     int s = recipe.levels;
 #pragma unroll 1
     for (int k = threadIdx.x & 31; k < s || k < thresholds; k += 32) {
-        float value = k < s ? value_of(recipe, table, dtype, k) : 0.0f;
-        if (k < thresholds) table.values[k].x = k < s - 1 ? value : kInfinity;
-        if (k && k < s) table.values[k - 1].y = value;
+        float value = k < s ? value_of(recipe, numbers, dtype, k) : 0.0f;
+        if (k < thresholds) values[k].x = k < s - 1 ? value : kInfinity;
+        if (k && k < s) values[k - 1].y = value;
     }
     __syncwarp();
 }
