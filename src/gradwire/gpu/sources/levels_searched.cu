@@ -2,7 +2,7 @@
 // A name ends with the largest bucket for which the kernel has registers.
 #include "levels.h"
 
-extern "C" __global__ void __launch_bounds__(128, 6) searched512(Job* job, const Where* tiles) {
+extern "C" __global__ void __launch_bounds__(128, 5) searched512(Job* job, const Where* tiles) {
     convert<4, SEARCHED>(job, tiles);
 }
 
