@@ -81,15 +81,14 @@ template <int N>
 __device__ __forceinline__ float coarse_split(const float (&x)[N], int n, float range, Bins<N>& bins) {
     const int each = Bins<N>::kEach;
     int lane = threadIdx.x & 31;
-    u32 mine[each], number = 0, sum = 0;
+    u32 mine[each], both = 0;  // 2^20 for each number, and what they add up to in half parts, which is less
     bins.count(x, 0.0f, range, mine);
     if (!lane) mine[0] -= u32(32 * N - n);  // the padding
 #pragma unroll
-    for (int j = 0; j < each; j++) number += mine[j], sum += mine[j] * u32(2 * (each * lane + j) + 1);
-    u32 c = warp_scan(number), s = warp_scan(sum);
-    float mean = float(__shfl_sync(~0u, s, 31)) / float(n), best = 0, best_of = 1;
+    for (int j = 0; j < each; j++) both += mine[j] * u32(1 << 20 | 2 * (each * lane + j) + 1);
+    u32 upto = warp_scan(both), all = __shfl_sync(~0u, upto, 31), c = (upto - both) >> 20, s = (upto - both) & 0xfffff;
+    float mean = float(all & 0xfffff) / float(n), best = 0, best_of = 1;
     int split = Bins<N>::kNumber / 2;
-    c -= number, s -= sum;
 #pragma unroll
     for (int j = 0; j < each; j++) {
         c += mine[j], s += mine[j] * u32(2 * (each * lane + j) + 1);
@@ -128,15 +127,12 @@ __device__ __forceinline__ void best_two(const float (&u)[N], int n, float least
 #pragma unroll 1
     for (int round = 0; round < 6; round++) {
         float sum[4] = {0, 0, 0, 0};
-        int negative[4] = {0, 0, 0, 0};
+        u32 count[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int q = 0; q < N; q++) {
-            int mask = int(__float_as_uint(x[q] - split)) >> 31;  // all ones if it is below
-            sum[q & 3] += __uint_as_float(__float_as_uint(x[q]) & u32(mask));
-            negative[q & 3] -= mask;
-        }
+        for (int q = 0; q < N; q++)
+            if (x[q] < split) sum[q & 3] += x[q], count[q & 3]++;
         float below = warp_sum_float((sum[0] + sum[1]) + (sum[2] + sum[3]));
-        int c = int(warp_total(u32(negative[0] + negative[1] + negative[2] + negative[3]))) - padding;
+        int c = int(warp_total(count[0] + count[1] + count[2] + count[3])) - padding;
         if (c == before || c <= 0 || c >= n) break;
         before = c;
         low = below / float(c), high = (all - below) / float(n - c);
