@@ -189,7 +189,8 @@ template <int N>
 __device__ __forceinline__ float largest_to(const float (&u)[N], float most) {
     float x[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 #pragma unroll
-    for (int q = 0; q < N; q++) x[q & 3] = fmaxf(x[q & 3], u[q] <= most ? u[q] : -kInfinity);
+    for (int q = 0; q < N; q++)
+        if (u[q] <= most) x[q & 3] = fmaxf(x[q & 3], u[q]);
     return warp_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
 }
 
@@ -197,7 +198,8 @@ template <int N>
 __device__ __forceinline__ float smallest_above(const float (&u)[N], float than) {
     float x[4] = {kInfinity, kInfinity, kInfinity, kInfinity};
 #pragma unroll
-    for (int q = 0; q < N; q++) x[q & 3] = fminf(x[q & 3], u[q] > than ? u[q] : kInfinity);
+    for (int q = 0; q < N; q++)
+        if (u[q] > than) x[q & 3] = fminf(x[q & 3], u[q]);
     return warp_min(fminf(fminf(x[0], x[1]), fminf(x[2], x[3])));
 }
 
