@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 one_at(u32 bit) {  // 0 beyond the highest
 // before they overflow. What is not counted here is the ninth.
 struct FewCounts {
     u32 low, even, odd;
-    __device__ __forceinline__ void add(u32 symbol) { low += one_at(4 * symbol); }
+    __device__ __forceinline__ void add(u32 four_times_symbol) { low += one_at(four_times_symbol); }
     __device__ __forceinline__ void widen() {
         even += low & 0x0f0f0f0fu;
         odd += low >> 4 & 0x0f0f0f0fu;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
             }
             if (!binary && few) {
 #pragma unroll
-                for (int q = 0; q < 8; q++) counted.add(at[q] >> 3);
+                for (int q = 0; q < 8; q++) counted.add(at[q] >> 1);
                 counted.widen();
             } else if (!binary) {
 #pragma unroll
