@@ -97,13 +97,13 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
         u32 k1 = mix(u32(t.seed) ^ 0x9e3779b9u ^ mix(u32(index >> 32))), k2 = mix(k1 ^ u32(t.seed >> 32));
         float low = all_values[warp][0].x, high = all_values[warp][0].y, gap = __fsub_rn(high, low);
         float middle = __double2float_rn((double(low) + double(high)) / 2), median = all_values[warp][thresholds / 2].x;
-        const char* values = reinterpret_cast<const char*>(all_values[warp]);
+        u32 start = place_of(all_values[warp], 0), half = place_of(all_values[warp], thresholds / 2);
         entries += n;
         // Two rows at a time.
 #pragma unroll 1
         for (int first = 0; first < n; first += 256) {
             float x[8];
-            u32 at[8];  // eight times the symbol: where its value is
+            u32 at[8];  // where its value is; in the end eight times the symbol
             u32 packed[2];
 #pragma unroll
             for (int row = 0; row < 2; row++) {
@@ -117,15 +117,14 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
                     if (first + 128 * (q / 4) + 4 * lane + q % 4 >= n) x[q] = -kInfinity;
             }
             if (!binary) {
-                u32 half = thresholds > 1 ? 4 * thresholds : 0;
 #pragma unroll
-                for (int q = 0; q < 8; q++) at[q] = x[q] >= median ? half : 0;
+                for (int q = 0; q < 8; q++) at[q] = x[q] >= median ? half : start;
 #pragma unroll 1
-                for (u32 by = half / 2; by >= 8; by >>= 1) {
+                for (u32 by = 2 * thresholds; by >= 8; by >>= 1) {
 #pragma unroll
                     for (int q = 0; q < 8; q++) {
                         u32 next = at[q] + by;
-                        if (x[q] >= *reinterpret_cast<const float*>(values + next)) at[q] = next;
+                        if (x[q] >= float_at(all_values[warp], next)) at[q] = next;
                     }
                 }
             }
@@ -133,7 +132,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
             for (int q = 0; q < 8; q++) {
                 float under = low, over = high, difference = gap;
                 if (!binary) {
-                    float2 both = *reinterpret_cast<const float2*>(values + at[q]);
+                    float2 both = pair_at(all_values[warp], at[q]);
                     under = both.x, over = both.y, difference = __fsub_rn(over, under);
                 }
                 bool up = x[q] >= middle;
@@ -147,7 +146,7 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
                     ones += up;
                     packed[q / 4] = q % 4 ? packed[q / 4] + (u32(up) << 8 * (q % 4)) : u32(up);
                 } else {
-                    at[q] += up ? 8 : 0;
+                    at[q] += up ? 8 - start : -start;
                     packed[q / 4] = q % 4 ? packed[q / 4] + (at[q] << (8 * (q % 4) - 3)) : at[q] >> 3;
                 }
             }

@@ -10,6 +10,38 @@ struct Recipe {  // of `Tensor.format`
     int method, levels, kind, precision, bucket, outward;
 };
 
+// The place of pair k of a table in shared memory, in 32 bits, so that no addition is needed where it is read. What is
+// read from there is what has been stored before this is called.
+__device__ __forceinline__ u32 place_of(const float2* table, int k) {
+#ifdef GRADWIRE_ON_CPU
+    return 8 * k;
+#else
+    u32 place = u32(__cvta_generic_to_shared(table + k));
+    asm volatile("" : "+r"(place)::"memory");
+    return place;
+#endif
+}
+
+__device__ __forceinline__ float float_at(const float2* table, u32 place) {
+#ifdef GRADWIRE_ON_CPU
+    return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + place);
+#else
+    float x;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(place));
+    return x;
+#endif
+}
+
+__device__ __forceinline__ float2 pair_at(const float2* table, u32 place) {
+#ifdef GRADWIRE_ON_CPU
+    return *reinterpret_cast<const float2*>(reinterpret_cast<const char*>(table) + place);
+#else
+    float2 x;
+    asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(place));
+    return x;
+#endif
+}
+
 __device__ __forceinline__ float to_type(float x, int type) { return received(x, type) + 0.0f; }  // no −0
 
 // The least number of this type that is not below x.
