@@ -89,7 +89,8 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
         float u[N];
         bad += load_bucket<ROWS>(segment, t, begin, n, wide, mine, u);
         if (KIND != SEARCHED) keep(u, mine);
-        usual = fit_bucket<N, KIND>(recipe, u, n, bins, numbers) && usual;
+        int* below = reinterpret_cast<int*>(all_values[warp]);  // there are no values yet
+        usual = fit_bucket<N, KIND>(recipe, u, n, bins, numbers, below) && usual;
         if (KIND == SEARCHED) keep(u, mine);
         state_numbers(job, recipe, dtype, n, numbers, t.step_at + (begin >> bits) * width);
         state_values(recipe, numbers, all_values[warp], dtype, thresholds);

@@ -186,6 +186,14 @@ __device__ __forceinline__ int count_to(const float (&u)[N], float most) {
 }
 
 template <int N>
+__device__ __forceinline__ u32 count_below(const float (&u)[N], float than) {
+    u32 below[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int q = 0; q < N; q++) below[q & 3] += sign_of(__fsub_rn(u[q], than));
+    return warp_total(below[0] + below[1] + below[2] + below[3]);
+}
+
+template <int N>
 __device__ __forceinline__ float largest_to(const float (&u)[N], float most) {
     float x[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 #pragma unroll
@@ -204,24 +212,16 @@ __device__ __forceinline__ float smallest_above(const float (&u)[N], float than)
 }
 
 // ORQ: the best level between two others, the entry of a rank that follows from the sum of what is between them. It is
-// found by counting how many are below a guess, in the part of the range where it is (`upto` as Bins has it).
+// found by counting how many are below a guess, in the part of the range where it is (`upto` as Bins has it). `base`
+// entries are below the lower one, and `below_high` below the other.
 template <int N>
-__device__ float best_between(const float (&u)[N], float low, float high, const u32* upto, float least,
-                              float greatest) {
+__device__ float best_between(const float (&u)[N], float low, float high, int base, int below_high, const u32* upto,
+                              float least, float greatest) {
     // Σ(u − low), where those outside count as 0 or as the whole range.
     float part[4] = {0, 0, 0, 0}, range = __fsub_rn(high, low);
-    u32 under[4] = {0, 0, 0, 0}, below_high[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int q = 0; q < N; q++) {
-        float above = __fsub_rn(u[q], low);
-        under[q & 3] += sign_of(above);
-        below_high[q & 3] += sign_of(__fsub_rn(u[q], high));
-        part[q & 3] += fminf(fmaxf(above, 0.0f), range);
-    }
-    // Both counts are at most 2048, so that they are added up together.
-    u32 counts = warp_total((under[0] + under[1] + under[2] + under[3]) |
-                            (below_high[0] + below_high[1] + below_high[2] + below_high[3]) << 16);
-    int base = int(counts & 0xffff), beyond = 32 * N - int(counts >> 16), n = 32 * N - base - beyond;
+    for (int q = 0; q < N; q++) part[q & 3] += fminf(fmaxf(__fsub_rn(u[q], low), 0.0f), range);
+    int beyond = 32 * N - below_high, n = below_high - base;
     // In units of the range, as the sum of all may be beyond fp32.
     float sum = warp_sum_float(((part[0] + part[1]) + (part[2] + part[3])) / range) - float(beyond);
     if (n <= 0) return low;
@@ -272,10 +272,10 @@ __device__ float best_between(const float (&u)[N], float low, float high, const 
 // Which methods a kernel is for, so that none pays for what another does. SIGNS and TWO_MEANS round to nearest.
 enum { SCALED, SIGNS, TWO_MEANS, PLUS_MINUS, SEARCHED };
 
-// Finds the numbers of a bucket, and tells whether its entries are of usual size.
+// Finds the numbers of a bucket, and tells whether its entries are of usual size. `below` has room for as many integers.
 template <int N, int KIND>
 __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u)[N], int n, Bins<N>* bins,
-                                           float* numbers) {
+                                           float* numbers, int* below) {
     int lane = threadIdx.x & 31;
     float lowest[4] = {kInfinity, kInfinity, kInfinity, kInfinity};
     float highest[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
@@ -338,14 +338,20 @@ __device__ __forceinline__ bool fit_bucket(const Recipe& recipe, const float (&u
         u32 mine[Bins<N>::kEach];
         bins->count(u, least, greatest - least, mine);
         const u32* upto = bins->upto(mine);
-        if (!lane) numbers[0] = least, numbers[recipe.levels - 1] = greatest;
+        int last = recipe.levels - 1, below_last = int(count_below(u, greatest));
+        if (!lane) numbers[0] = least, numbers[last] = greatest, below[0] = 0, below[last] = below_last;
         __syncwarp();
 #pragma unroll 1
-        for (int span = recipe.levels - 1; span > 1; span /= 2) {
+        for (int span = last; span > 1; span /= 2) {
 #pragma unroll 1
-            for (int left = 0; left < recipe.levels - 1; left += span) {
-                float best = best_between(u, numbers[left], numbers[left + span], upto, least, greatest);
-                if (!lane) numbers[left + span / 2] = best;
+            for (int left = 0; left < last; left += span) {
+                int right = left + span, middle = left + span / 2;
+                float best = best_between(u, numbers[left], numbers[right], below[left], below[right], upto, least,
+                                          greatest);
+                if (!lane) numbers[middle] = best;
+                if (span == 2) continue;  // no other level is between this one and another
+                int below_best = int(count_below(u, best));
+                if (!lane) below[middle] = below_best;
             }
             __syncwarp();
         }
