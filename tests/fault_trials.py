@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.aggregate.peers import roll_call
 from support.rank_pool import PRELOADED
 from support.ranks import Net, loss_of
 
@@ -103,6 +104,7 @@ class Trial:
     wrapping: str = "ddp co3"
     store: str = "tcp"
     ending: str = "exit"
+    unmet: bool = False  # the victim had answered nobody before, as if that had happened right after it attached
 
 
 @dataclass
@@ -170,6 +172,8 @@ def run(trial: Trial) -> list[Outcome]:
 def _rank(trial: Trial, rank: int, where: str, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if trial.unmet and rank == trial.victim:
+        roll_call.answer_questions = lambda *_: None
     (folder / f"ready.{rank}").touch()
     _wait(lambda: len(list(folder.glob("ready.*"))) == trial.world, 90)  # the timeout counts from the first on
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import socket
 import threading
 import time
@@ -31,6 +32,7 @@ TRIALS = (
     Trial(STOP, 3, 0, "forward", store="tcp", ending="exit"),  # the host of the store
     Trial(STOP, 2, 1, "between steps", "LocalSGD", store="file", ending="destroy group"),
     Trial(KILL, 3, 1, "any moment", "LocalSGD streaming", store="tcp", ending="exit"),
+    Trial(STOP, 3, 0, "between steps", "LocalSGD", store="file", ending="exit", unmet=True),
 )
 
 
@@ -427,6 +429,48 @@ def test_what_a_rank_has_said_long_ago_does_not_make_it_late(ranks):
     ranks[0]._reached.clear()
     vanish(ranks[1])
     assert "is alive" not in explain(ranks[0])
+
+
+# ── who was lost before this rank had reached it ──
+
+TIMED_OUT = "Timed out waiting 30000ms for recv operation to complete"
+
+
+@pytest.fixture
+def unmet(ranks: list[RollCall]) -> list[RollCall]:
+    """Rank 0 was lost when it had just attached, and had answered rank 2, but not rank 1."""
+    ranks[1]._reached.remove(0)
+    return ranks
+
+
+@pytest.mark.parametrize("error", [TIMED_OUT, "another rank has failed"])
+@pytest.mark.parametrize("doing", [diagnosis.WAITING, diagnosis.COMPUTING, "looks for the lost one"])
+def test_who_is_stopped_is_named_where_it_had_never_answered(unmet, monkeypatch, doing, error):
+    """Whatever rank 2 does: it may have failed just now, and will name rank 0 after rank 1 has to."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 0.5)
+    unmet[2].set_activity(doing)
+    if doing not in (diagnosis.WAITING, diagnosis.COMPUTING):
+        unmet[2].status.begin_failure()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        unmet[1]._addresses[0] = silent.getsockname()
+        assert re.match(r"rank 0 does not answer .*: its process is stopped or hangs \(", explain(unmet[1], error))
+
+
+@pytest.mark.parametrize("error", [TIMED_OUT, "Connection closed by peer"])
+def test_who_looks_for_the_lost_one_is_not_named(unmet, monkeypatch, error):
+    """Rank 0 was killed, or is behind a firewall; rank 2 answers, so that it is not the one that is lost."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 0.5)
+    vanish(unmet[0])
+    unmet[2].status.begin_failure()
+    cause = explain(unmet[1], error)
+    assert cause.startswith("probably lost rank 0, or it did not answer within the process group's timeout; whether")
+    assert "rank 2" not in cause
+
+
+def test_who_answers_for_the_first_time_may_be_late(unmet):
+    """It was slow when it attached, and was not reached then."""
+    unmet[0].set_activity(diagnosis.COMPUTING, step=6)
+    assert "rank 0 is alive and computes in step 6" in explain(unmet[1], TIMED_OUT)
 
 
 def test_of_two_ranks_the_other_one_is_lost():

@@ -2,7 +2,10 @@
 
 1. A rank that is gone, stopped or cannot be reached is named, unless it had said before that it has failed itself.
 2. Otherwise the cause is what another rank has said: it found a damaged message, say, and has left.
-3. Otherwise the rank is named that answers but was not in this exchange: it is at another step, or still computing.
+3. Otherwise a rank is named that had not been reached before, and accepts connections, but does not answer.
+4. Otherwise the rank is named that answers but was not in this exchange: it is at another step, or still computing.
+
+A rank that has failed and has not said why looks for the cause itself: it is not named while another does not answer.
 """
 
 from __future__ import annotations
@@ -93,31 +96,55 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
         return f"{cause or 'the exchange had failed already'} ({_first_line(error)})"
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"
-    states, missing = _missing(roll_call)
-    while states and not (missing or timed_out or status.wait_for_peer_cause(deadline=0.0)):
-        if time.monotonic() > deadline:
-            break
-        # A connection was closed: its rank is about to end, and still answers. Or another rank has failed just now, and
-        # will say why; but it may be looking for the same lost rank, so that it is not enough to wait for its word.
-        time.sleep(ASK_AGAIN)
-        states, missing = _missing(roll_call)
-    cause = "; ".join(_describe_missing(numbers[rank], state, waited) for rank, state in missing)
-    cause = cause or status.wait_for_peer_cause(deadline=0.0)
-    if not cause and timed_out:
-        cause = _describe_late(roll_call, states, waited)
+    states = _ask(roll_call)
+    late = _describe_late(roll_call, states, waited) if timed_out else ""  # now, since they may come any moment
+    if not _is_known(roll_call, states):
+        states = _ask_on(roll_call, states, timed_out, deadline)
+    cause = "; ".join(_describe_missing(numbers[r], state, waited) for r, state in _missing(roll_call, states).items())
+    cause = cause or status.wait_for_peer_cause(deadline=0.0) or late
     cause = cause or status.wait_for_peer_cause(deadline) or _describe_late(roll_call, states, waited)
-    cause = cause or _describe_unknown(roll_call, timed_out, timeout)
+    cause = cause or _describe_unknown(roll_call, states, timed_out, timeout)
     roll_call.announce_failure(cause, [rank for rank, state in states.items() if state in (ALIVE, SILENT, ENDING)])
     return f"{cause} ({_first_line(error)})"
 
 
-def _missing(roll_call: RollCall) -> tuple[dict[int, str], list[tuple[int, str]]]:
-    """Return how all ranks are, and those that are lost or ending though they had not said that they have failed."""
+def _ask(roll_call: RollCall) -> dict[int, str]:
+    """Return how the other ranks are; those that have never answered are left out."""
     states = roll_call.ask()
+    return states | {report.rank: ENDING for report in roll_call.status.peer_reports(failed=False)
+                     if report.doing == ENDING and states.get(report.rank) == ALIVE}  # fmt: skip
+
+
+def _missing(roll_call: RollCall, states: dict[int, str]) -> dict[int, str]:
+    """Return those of them that are lost or ending though they had not said that they have failed."""
     had_failed = {report.rank for report in roll_call.status.peer_reports(failed=True)}  # they may have ended since
-    states |= {report.rank: ENDING for report in roll_call.status.peer_reports(failed=False)
-               if report.doing == ENDING and states.get(report.rank) == ALIVE}  # fmt: skip
-    return states, [(rank, state) for rank, state in states.items() if state != ALIVE and rank not in had_failed]
+    return {rank: state for rank, state in states.items() if state != ALIVE and rank not in had_failed}
+
+
+def _is_known(roll_call: RollCall, states: dict[int, str]) -> bool:
+    """Tell whether a rank is missing, or another one has said the cause."""
+    return bool(_missing(roll_call, states) or roll_call.status.wait_for_peer_cause(deadline=0.0))
+
+
+def _ask_on(roll_call: RollCall, states: dict[int, str], timed_out: bool, deadline: float) -> dict[int, str]:
+    """Ask until it is known, or until the deadline; also those that have never answered, which may be stopped.
+
+    Return how the ranks are then. Those that have answered need not be asked again after a timeout. But where a
+    connection was closed, its rank is about to end, and still answers. Or another rank has failed just now, and will
+    say why; but it may be looking for the same lost rank, so that it is not enough to wait for its word.
+    """
+    again = bool(states) and not timed_out
+    unreached = roll_call.ask_unreached(deadline - time.monotonic()) if again or timed_out else None
+    while again or (unreached is not None and not unreached.done()):
+        time.sleep(ASK_AGAIN)
+        if again:
+            states = _ask(roll_call)
+            again = time.monotonic() <= deadline
+        if _is_known(roll_call, states):
+            return states
+    if unreached is not None:
+        states = states | {rank: state for rank, state in unreached.result().items() if state in (ALIVE, SILENT)}
+    return states
 
 
 def _describe_missing(rank: int, state: str, waited: str) -> str:
@@ -149,21 +176,18 @@ def _describe_late(roll_call: RollCall, states: dict[int, str], waited: str) -> 
     return f"not all ranks have come to the exchange {waited}: {this_rank}, {'; '.join(others)}"
 
 
-def _describe_unknown(roll_call: RollCall, timed_out: bool, timeout: float) -> str:
-    failed = roll_call.status.peer_reports(failed=True)
+def _describe_unknown(roll_call: RollCall, states: dict[int, str], timed_out: bool, timeout: float) -> str:
+    numbers = roll_call.ranks
+    failed = [report.rank for report in roll_call.status.peer_reports(failed=True)]
+    unheard = [rank for rank in range(len(numbers)) if rank not in (roll_call.rank, *states, *failed)]
+    if unheard:
+        lost, unknown = "lost a peer", "nobody knows which one, since ranks cannot reach each other at the ports"
+        if len(unheard) == 1:  # of two ranks it can be nobody else
+            lost = f"{'' if len(numbers) == 2 else 'probably '}lost rank {numbers[unheard[0]]}"
+            unknown = "whether it is gone nobody knows, since it has never answered this rank at the port"
+        return f"{lost}, or it did not answer within the process group's timeout; {unknown} that gradwire asks at"
     if failed:
-        return f"rank {roll_call.ranks[failed[0].rank]} has failed, and did not say why: see its own error"
-    if not roll_call.reaches_all and len(roll_call.ranks) == 2:  # it can be nobody else
-        return (
-            f"lost rank {roll_call.ranks[1 - roll_call.rank]}, or it did not answer within the process group's "
-            "timeout; whether it is gone nobody knows, since ranks cannot reach each other at the ports that gradwire "
-            "asks at"
-        )
-    if not roll_call.reaches_all:
-        return (
-            "lost a peer, or it did not answer within the process group's timeout; nobody knows which one, since "
-            "ranks cannot reach each other at the ports that gradwire asks at"
-        )
+        return f"rank {numbers[failed[0]]} has failed, and did not say why: see its own error"
     if timed_out:
         return f"all ranks are there, but the exchange took longer than the process group's timeout of {timeout:g} s"
     return "a connection was lost, though all ranks are there"

@@ -11,7 +11,11 @@ cannot be used to find out. So every rank has a listening socket and a thread th
 3. When the rank has found the cause (`diagnosis.py`), it tells the others, before it raises.
 
 All of that takes PATIENCE seconds at most, and nothing at all while training goes well. Addresses and the token that
-a question must bear come with the handshake. A peer that could not be reached then (a firewall) is never named.
+a question must bear come with the handshake.
+
+A rank counts as reached when it has answered for the first time. One that has not may be behind a firewall, so that
+nothing follows from it if a connection to it is refused or does not come about. But if it accepts a connection and says
+nothing when a collective has failed, it is stopped: most likely since just after it attached.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from gradwire.aggregate.peers.addresses import pack_address, unpack_address
@@ -60,6 +64,7 @@ class RollCall:
         self._listener = open_listener()
         self._addresses: list[tuple[str, int] | None] = []
         self._reached: set[int] = set()
+        self._reaching = threading.Lock()
         self._probed = threading.Event()
         if self._listener is not None:
             weakref.finalize(self, close_listener, self._listener)
@@ -93,9 +98,26 @@ class RollCall:
         connections of questions that did not come, which must not look as if they were gone.
         """
         self._probed.wait(seconds if self._addresses else 0)
+        return self._ask(self._reached if peers is None else self._reached & set(peers), seconds)
+
+    def ask_unreached(self, seconds: float) -> Future[dict[int, str]] | None:
+        """Begin to ask every rank that has not been reached, and return their states to be; None if there is none.
+
+        Those that answer are reached then. Of the others only SILENT says something: a firewall may do the rest.
+        """
+        peers = self._unreached
+        pool = ThreadPoolExecutor(1, "gradwire-roll-call")
+        try:
+            return pool.submit(self._ask, peers, seconds) if peers else None
+        except RuntimeError:  # the interpreter is shutting down and starts no threads
+            return None
+        finally:
+            pool.shutdown(wait=False)
+
+    def _ask(self, peers: Collection[int], seconds: float) -> dict[int, str]:
         while True:
             began = time.monotonic()
-            states = self._contact_all(sorted(self._reached if peers is None else self._reached & set(peers)), seconds)
+            states = self._contact_all(sorted(peers), seconds)
             if time.monotonic() - began < seconds + OWN_PAUSE:
                 return states
 
@@ -110,7 +132,7 @@ class RollCall:
 
     @property
     def reaches_all(self) -> bool:
-        """Whether every other rank could be reached after the handshake."""
+        """Whether every other rank has been reached."""
         return len(self._reached) == len(self.ranks) - 1
 
     def somebody_failed(self) -> bool:
@@ -119,11 +141,15 @@ class RollCall:
 
     def _probe(self) -> bool:
         """See which of the ranks that have not been reached yet can be; return whether all have been."""
-        peers = {r for r, address in enumerate(self._addresses) if r != self.rank and address is not None}
-        states = self._contact_all(peers - self._reached, PATIENCE)
-        self._reached = self._reached | {rank for rank, state in states.items() if state == ALIVE}
+        self._contact_all(self._unreached, PATIENCE)
         self._probed.set()
-        return self._reached == peers
+        return not self._unreached
+
+    @property
+    def _unreached(self) -> set[int]:
+        """The ranks that could be asked, and have never answered."""
+        peers = {r for r, address in enumerate(self._addresses) if r != self.rank and address is not None}
+        return peers - self._reached
 
     def _contact_all(self, peers: Iterable[int], seconds: float, await_answers: bool = True) -> dict[int, str]:
         peers, deadline = list(peers), time.monotonic() + seconds
@@ -164,7 +190,11 @@ class RollCall:
         except (OSError, ValueError):
             return state
         self.status.record(report)
-        return ALIVE if report.rank == rank else GONE  # another process may have got its port
+        if report.rank != rank:
+            return GONE  # another process has got its port
+        with self._reaching:
+            self._reached = self._reached | {rank}
+        return ALIVE
 
 
 def _probe(roll_call: RollCall) -> None:
