@@ -288,6 +288,17 @@ def test_a_rank_that_gave_up_a_meeting_and_ended_is_not_taken_for_the_lost_one(r
         meeting.meet(ranks[2], "a call", timeout=30)
 
 
+def test_a_rank_in_a_meeting_quotes_one_that_looks_for_the_lost_one(ranks, monkeypatch):
+    """It has to ask for as long as anybody, and a little more."""
+    monkeypatch.setattr(meeting, "PATIENCE", 0.1)
+    status = ranks[1].status
+    status.record(status_server.Report(2, failed=True))
+    found = status_server.Report(2, failed=True, cause="rank 0 does not answer")
+    threading.Timer(0.3, status.record, [found]).start()
+    with pytest.raises(AggregateError, match="rank 0 does not answer"):
+        meeting.meet(ranks[1], "a call", timeout=30)
+
+
 def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypatch):
     monkeypatch.setattr(meeting, "PATIENCE", 0.2)
     ranks[1].set_activity("waits in a call")
@@ -489,6 +500,15 @@ def test_a_failure_is_looked_into_once(ranks):
     first = explain(ranks[0])
     vanish(ranks[2])
     assert explain(ranks[0], "another bucket").split(" (")[0] == first.split(" (")[0]
+
+
+def test_what_fails_in_the_wake_of_another_exchange_has_its_cause(ranks, monkeypatch):
+    """The thread whose exchange failed first has to ask for as long as others may wait, and a little more."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 0.1)
+    status = ranks[0].status
+    status.begin_failure()
+    threading.Timer(0.3, status.set_cause, ["rank 1 does not answer"]).start()
+    assert explain(ranks[0], "another bucket") == "rank 1 does not answer (another bucket)"
 
 
 def test_strangers_learn_nothing(ranks):

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from gradwire.aggregate.peers import interpreter_exit
-from gradwire.aggregate.peers.roll_call import ALIVE, GONE, PATIENCE, SILENT, RollCall
+from gradwire.aggregate.peers.roll_call import ALIVE, FINDING, GONE, PATIENCE, SILENT, RollCall
 from gradwire.aggregate.peers.status_server import ENDING
 from gradwire.errors import AggregateError
 
@@ -92,7 +92,7 @@ def explain(roll_call: RollCall, error: BaseException, timeout: float) -> str:
     deadline = time.monotonic() + PATIENCE
     status, numbers = roll_call.status, roll_call.ranks
     if not status.begin_failure():  # collectives that were under way fail in the wake of the first
-        cause = status.wait_for_cause(deadline - time.monotonic())
+        cause = status.wait_for_cause(2 * FINDING)  # until the thread that was first has found it, no longer
         return f"{cause or 'the exchange had failed already'} ({_first_line(error)})"
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     waited = f"within {timeout:g} s" if timed_out else "any more"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 from gradwire.aggregate.peers.diagnosis import COMPUTING
-from gradwire.aggregate.peers.roll_call import ALIVE, GONE, OWN_PAUSE, PATIENCE, RollCall
+from gradwire.aggregate.peers.roll_call import ALIVE, FINDING, GONE, OWN_PAUSE, PATIENCE, RollCall
 from gradwire.aggregate.peers.status_server import Report
 from gradwire.errors import AggregateError
 
@@ -48,7 +48,7 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
                 f"the model"
             )
         if had_failed:
-            cause = status.wait_for_peer_cause(time.monotonic() + PATIENCE)
+            cause = status.wait_for_peer_cause(time.monotonic() + FINDING)
             if f"waits in {call}" in cause:  # it went on without this call, and has waited for this rank to do so
                 cause += f". {ADVICE}"
             raise AggregateError(cause or f"another rank has failed before it came to {call}: see its own error")

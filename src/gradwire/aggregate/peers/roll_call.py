@@ -41,6 +41,7 @@ from gradwire.aggregate.peers.status_server import (
 )
 
 PATIENCE = 3.0  # seconds for all answers
+FINDING = PATIENCE + 1.0  # seconds until a rank that has failed has found the cause: it has to ask, and a little more
 PROBE_AGAIN = (3.0, 10.0, 30.0)  # seconds until ranks that could not be reached are tried once more
 CONTACT_AGAIN = 0.05  # seconds until a rank is asked again that has closed the connection
 OWN_PAUSE = 1.0  # seconds; if asking took so much longer than it may, this process itself was stopped: it asks again
