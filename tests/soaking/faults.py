@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import dataclass
 
@@ -49,10 +50,10 @@ class Fault:
             return "" if (kind == "AggregateError" and "listens" in text) or "no answer" in text else "another cause"
         if kind != "AggregateError":
             return f"raised {kind}"
-        others = [f"rank {rank} " for rank in range(world) if rank != self.victim]
-        if f"rank {self.victim} " not in text and f"worker {self.victim}" not in text:
+        named = {rank for rank in range(world) if re.search(rf"\brank {rank}\b", text)}
+        if self.victim not in named and f"worker {self.victim}" not in text:
             return "did not name the rank"
-        if any(other in text for other in others) and self.kind != "late":  # who waits is named, too
+        if named - {self.victim} and self.kind != "late":  # who waits is named, too
             return "named another rank"
         if self.kind == "exception" and "has raised an error" in text:  # it had not ended yet
             return ""
