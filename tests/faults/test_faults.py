@@ -502,6 +502,24 @@ def test_a_failure_is_looked_into_once(ranks):
     assert explain(ranks[0], "another bucket").split(" (")[0] == first.split(" (")[0]
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(TIMED_OUT, "all ranks are there, but the exchange took"), ("Connection closed", "a connection was lost, though")],
+)
+def test_ranks_that_look_for_a_cause_in_vain_do_not_name_each_other(ranks, monkeypatch, error, expected):
+    monkeypatch.setattr(diagnosis, "PATIENCE", 0.5)
+    ranks[1].status.begin_failure()
+    assert explain(ranks[0], error).startswith(expected)
+
+
+def test_who_had_failed_and_is_gone_before_it_said_why_is_named(ranks, monkeypatch):
+    monkeypatch.setattr(diagnosis, "PATIENCE", 0.5)
+    ranks[1].status.begin_failure()
+    ranks[0].ask()
+    vanish(ranks[1])
+    assert explain(ranks[0]).startswith("rank 1 has failed, and did not say why: see its own error")
+
+
 def test_what_fails_in_the_wake_of_another_exchange_has_its_cause(ranks, monkeypatch):
     """The thread whose exchange failed first has to ask for as long as others may wait, and a little more."""
     monkeypatch.setattr(diagnosis, "PATIENCE", 0.1)

@@ -5,7 +5,7 @@
 3. Otherwise a rank is named that had not been reached before, and accepts connections, but does not answer.
 4. Otherwise the rank is named that answers but was not in this exchange: it is at another step, or still computing.
 
-A rank that has failed and has not said why looks for the cause itself: it is not named while another does not answer.
+A rank that has failed and not said why, but still answers, looks for the cause as this one does: nobody names it.
 """
 
 from __future__ import annotations
@@ -186,8 +186,9 @@ def _describe_unknown(roll_call: RollCall, states: dict[int, str], timed_out: bo
             lost = f"{'' if len(numbers) == 2 else 'probably '}lost rank {numbers[unheard[0]]}"
             unknown = "whether it is gone nobody knows, since it has never answered this rank at the port"
         return f"{lost}, or it did not answer within the process group's timeout; {unknown} that gradwire asks at"
-    if failed:
-        return f"rank {numbers[failed[0]]} has failed, and did not say why: see its own error"
+    ended = [rank for rank in failed if states.get(rank, ALIVE) != ALIVE]
+    if ended:
+        return f"rank {numbers[ended[0]]} has failed, and did not say why: see its own error"
     if timed_out:
         return f"all ranks are there, but the exchange took longer than the process group's timeout of {timeout:g} s"
     return "a connection was lost, though all ranks are there"
