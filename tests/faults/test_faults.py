@@ -454,11 +454,18 @@ def unmet(ranks: list[RollCall]) -> list[RollCall]:
     return ranks
 
 
-@pytest.mark.parametrize("error", [TIMED_OUT, "another rank has failed"])
-@pytest.mark.parametrize("doing", [diagnosis.WAITING, diagnosis.COMPUTING, "looks for the lost one"])
+@pytest.mark.parametrize(
+    ("doing", "error"),
+    [
+        (diagnosis.WAITING, TIMED_OUT),
+        (diagnosis.COMPUTING, TIMED_OUT),
+        ("looks for the lost one", TIMED_OUT),
+        ("looks for the lost one", "another rank has failed"),
+    ],
+)
 def test_who_is_stopped_is_named_where_it_had_never_answered(unmet, monkeypatch, doing, error):
     """Whatever rank 2 does: it may have failed just now, and will name rank 0 after rank 1 has to."""
-    monkeypatch.setattr(diagnosis, "PATIENCE", 0.5)
+    monkeypatch.setattr(diagnosis, "PATIENCE", 1.0)
     unmet[2].set_activity(doing)
     if doing not in (diagnosis.WAITING, diagnosis.COMPUTING):
         unmet[2].status.begin_failure()

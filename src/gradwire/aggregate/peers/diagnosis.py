@@ -134,7 +134,8 @@ def _ask_on(roll_call: RollCall, states: dict[int, str], timed_out: bool, deadli
     say why; but it may be looking for the same lost rank, so that it is not enough to wait for its word.
     """
     again = bool(states) and not timed_out
-    unreached = roll_call.ask_unreached(deadline - time.monotonic()) if again or timed_out else None
+    seconds = max(deadline - time.monotonic(), PATIENCE / 3)  # if others have been slow to answer, these may be, too
+    unreached = roll_call.ask_unreached(seconds) if again or timed_out else None
     while again or (unreached is not None and not unreached.done()):
         time.sleep(ASK_AGAIN)
         if again:
