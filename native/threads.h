@@ -1,4 +1,4 @@
-// Work that is large enough to be shared, by threads that start for it and end with it.
+// Work that is large enough to be shared, by threads that start for it and end by themselves.
 //
 // They are not kept: a kept thread is not there after fork(), and whoever waits for it waits for ever. Nor are they
 // those of an OpenMP, of which a process must not have two; torch's may still be spinning on the other cores when this
@@ -7,7 +7,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
+#include <memory>
+#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -23,20 +26,48 @@ inline size_t threads_for(size_t bytes, int threads) {
     return threads > 1 && useful > 1 ? std::min(useful, size_t(threads)) : 1;
 }
 
-// Threads that have ended when it ends, however that is: a thread that nobody joins would end the whole process.
-struct JoiningThreads : std::vector<std::thread> {
-    ~JoiningThreads() {
-        for (std::thread& each : *this) each.join();
+// What threads go through to their work. A thread that the system starts too late, since its cores are busy, finds it
+// shut and ends: nobody waits for a thread that has done nothing yet.
+class Gate {
+  public:
+    bool enter() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        inside_ += open_;
+        return open_;
     }
+    void leave() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!--inside_) empty_.notify_one();
+    }
+    void shut() {  // and wait for those inside
+        std::unique_lock<std::mutex> lock(mutex_);
+        open_ = false;
+        empty_.wait(lock, [&] { return !inside_; });
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable empty_;
+    size_t inside_ = 0;
+    bool open_ = true;
 };
 
-// work() on so many threads, of which this is one; returns when all are through. On the others work must not throw.
+// work() on so many threads, of which this is one; returns when all that have begun are through. What one of them does
+// not get to do the others must do. On the others work must not throw.
 template <class Work>
 void on_threads(size_t threads, const Work& work) {
-    JoiningThreads started;
-    started.reserve(threads - 1);
+    struct Shutting {
+        std::shared_ptr<Gate> gate;
+        ~Shutting() { gate->shut(); }
+    } shutting{std::make_shared<Gate>()};
     try {
-        while (started.size() + 1 < threads) started.emplace_back(std::cref(work));
+        for (size_t i = 1; i < threads; i++)
+            std::thread([gate = shutting.gate, &work] {  // `work` is there as long as the gate is open
+                if (!gate->enter()) return;
+                work();
+                gate->leave();
+            })
+                .detach();
     } catch (const std::system_error&) {  // no more threads: those that are there do it
     }
     work();

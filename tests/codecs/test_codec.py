@@ -27,6 +27,7 @@ from support.helpers import (
     check_same,
     encode_into,
     gradient,
+    heavy,
 )
 from support.plain_coders import plain_random
 from support.plain_decoder import Plain, plain_decode
@@ -501,3 +502,20 @@ def test_decoding_onto_another_tensor(backend, spec, count):
     wanted, out, before = onto.clone(), torch.full((count,), 7.0), onto.clone()
     codecs.decode_payload(header, payload, wanted, accumulate=True)
     assert torch.equal(codecs.decode_onto(header, payload, out, onto), wanted) and torch.equal(onto, before)
+
+
+@for_each("spec", ["co3", "co3:format=fp8", "gennorm"])
+def test_a_part_of_a_tensor_is_fitted_to_its_share_of_the_sample(spec):
+    """Shards of a tensor, each with a part of the sample, are as good as others, but for the chance in any sample."""
+    codec, count = gradwire.codec(spec), 200_003
+    whole = heavy(8 * count)
+    for shard in whole.split(count)[:2]:
+        memory, found = heavy(count, seed=1) / 4, {}
+        for part_of in (0, len(whole)):
+            out, after = torch.empty(codec.max_frame_bytes(shard), dtype=torch.uint8), torch.empty_like(shard)
+            length = codec.encode_into(shard, out, residual=memory, residual_out=after, decay=0.5, part_of=part_of)
+            u, decoded = shard + memory * 0.5, gradwire.decode(out[:length])
+            assert torch.equal(after, u - decoded)
+            found[part_of] = length, float(after.square().sum() / u.square().sum())
+        lengths, errors = zip(*found.values(), strict=True)
+        assert max(lengths) < 1.05 * min(lengths) and max(errors) < 1.05 * min(errors), found

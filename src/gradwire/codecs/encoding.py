@@ -87,12 +87,14 @@ class Codec:
         decay: float = 1.0,
         seed: int = 0,
         segments: Sequence[int] = (),
+        part_of: int = 0,
     ) -> int:
         """Write the frame of `tensor + decay·residual` to the front of `out`, and return its length.
 
         The error memory (fp32, as large as the tensor) is updated in place, or the new one goes to `residual_out`.
         A tensor with a NaN or an infinity travels as it is, flagged, and leaves the memory as it was.
         `segments` says that the tensor consists of several small ones, laid end to end, which have these lengths.
+        `part_of` says of how many entries the tensor is that this is a part of: its step is fitted to a smaller sample.
         """
         tensor = _checked(tensor)
         segments = _checked_segments(segments, tensor)
@@ -111,7 +113,8 @@ class Codec:
             _keep(_flat(residual), _flat(residual_out))
             return _frame_of_stored(flat, tensor, out, 0)
         shape = tuple(tensor.shape)
-        where_it_is = Conversion(gradient, flat, _flat(residual), _flat(residual_out), decay, seed, segments, shape)
+        before, after = _flat(residual), _flat(residual_out)
+        where_it_is = Conversion(gradient, flat, before, after, decay, seed, segments, shape, part_of)
         stays = kernels.takes(tensor.device, self.converter.families)
         conversion = where_it_is if stays else _on_cpu(where_it_is)
         converter = self.converter.for_tensor(shape, segments)

@@ -24,12 +24,15 @@ class _Candidate(NamedTuple):
 
 
 def choose(
-    statistics: SymbolStatistics, coder: Coder, allowed_models: Iterable[ProbabilityModel] | None = None
-) -> Coding:
+    statistics: SymbolStatistics, coder: Coder, allowed_models: Iterable[ProbabilityModel] | None = None,
+    part_of: int = 0,
+) -> Coding:  # fmt: skip
     """Return the cheapest coding of symbols with these statistics, by this coder or by packing them as they are.
 
-    All models that are allowed (None: all that there are) are tried at each precision that the coder proposes.
+    All models that are allowed (None: all that there are) are tried at each precision that the coder proposes. Symbols
+    that are a part of those of a tensor with `part_of` entries get a table as quick as those of such a tensor.
     """
+    size = max(statistics.total, part_of)
     sampled = statistics.sampled
     if not sampled and np.count_nonzero(statistics.counts) == 1:
         return Coding(CONSTANT, parameters=bytes([np.argmax(statistics.counts)]))
@@ -38,11 +41,12 @@ def choose(
         return packed
     if sampled:
         statistics = statistics.smoothed()  # a symbol that the sample missed may still come
-    candidates = _candidates(statistics, coder, models.MODELS.values() if allowed_models is None else allowed_models)
+    models_to_try = models.MODELS.values() if allowed_models is None else allowed_models
+    candidates = _candidates(statistics, coder, models_to_try, size)
     if not candidates:
         return packed
     least = min(candidate.bits for candidate in candidates)
-    limit = least * TOLERANCE if statistics.total >= LARGE else least
+    limit = least * TOLERANCE if size >= LARGE else least
     bits, model, precision, frequencies = next(candidate for candidate in candidates if candidate.bits <= limit)
     if bits + coder.fixed_bits >= packed.expected_bits:
         return packed
@@ -50,7 +54,7 @@ def choose(
 
 
 def _candidates(
-    statistics: SymbolStatistics, coder: EntropyCoder, allowed_models: Iterable[ProbabilityModel]
+    statistics: SymbolStatistics, coder: EntropyCoder, allowed_models: Iterable[ProbabilityModel], size: int
 ) -> list[_Candidate]:
     """Return what each model costs at each precision, the fastest precision first."""
     alphabet, counts, total = statistics.alphabet, statistics.counts, statistics.total
@@ -58,7 +62,7 @@ def _candidates(
     used = counts > 0
     expected_counts = (counts * (total / counts.sum()))[used]
     candidates = []
-    for precision in coder.precisions(len(counts), total):
+    for precision in coder.precisions(len(counts), size):
         for model in usable:
             frequencies = model.fit(statistics, precision)
             if frequencies is not None:

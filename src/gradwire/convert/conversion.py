@@ -11,6 +11,8 @@ import torch
 
 from gradwire import kernels
 
+SHORTEST_RUN = 32  # entries of a sample that lie together, of a part of a tensor
+
 
 class NonFinite(Exception):
     """The gradient holds a NaN or an infinity: it has to travel as it is. The error memory is as it was before."""
@@ -72,6 +74,7 @@ class Conversion:
     seed: int = 0
     segments: tuple[int, ...] = ()  # lengths of the tensors that were laid end to end; () for one tensor
     shape: tuple[int, ...] = ()  # of the tensor, before it was laid flat
+    part_of: int = 0  # the number of entries of the tensor that this is a part of; 0: it is a tensor by itself
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,6 +85,11 @@ class Conversion:
     def count(self) -> int:
         """The number of entries."""
         return self.gradient.numel()
+
+    @property
+    def run_length(self) -> int:
+        """How many entries of the sample lie together: of a part of a tensor, its share of those, or enough."""
+        return max(SHORTEST_RUN, kernels.RUN * self.count // self.part_of) if self.part_of else kernels.RUN
 
     @property
     def in_place(self) -> bool:

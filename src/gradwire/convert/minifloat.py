@@ -148,7 +148,7 @@ class Minifloat(Converter):
         """Write the payload and update the error memory, as `Converter.encode` promises."""
         if conversion.segments:
             return self._encode_segments(conversion, out)
-        sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay)
+        sample = kernels.sample(conversion.gradient, conversion.memory, conversion.decay, conversion.run_length)
         fitted = self.fit(conversion, sample)
         step = fitted.step if fitted else 1.0
         side = pack_format(self.format) + bfloat16(step)
@@ -159,7 +159,7 @@ class Minifloat(Converter):
             return write(out, side, zero.head)
         seed = conversion.seed if self.stochastic else None
         counts = self._sample_counts(sample, step, seed)
-        coding = self._choose(counts, conversion.count, fitted)
+        coding = self._choose(counts, conversion, fitted)
         table = values(self.format, step, conversion.dtype)
         symbols = None
         if coding.coder == compress.RANS:
@@ -177,12 +177,13 @@ class Minifloat(Converter):
         if symbols is None:
             symbols = self._quantize(conversion, step, table, seed)
         counts = kernels.histogram(symbols, self.format.symbols)
-        coding = self._choose(counts, conversion.count, fitted)
+        coding = self._choose(counts, conversion, fitted)
         return write(out, side, *compress.encode_parts(in_host_memory(symbols), self.format, coding))
 
-    def _choose(self, counts: np.ndarray, total: int, step_fit: StepFit | None) -> compress.Coding:
+    def _choose(self, counts: np.ndarray, conversion: Conversion, step_fit: StepFit | None) -> compress.Coding:
         fitted = GenNormFit(step_fit.beta_index, step_fit.zero_mass) if step_fit else None
-        return compress.choose(SymbolStatistics(self.format, counts, total, fitted), self.coder, self.models)
+        statistics = SymbolStatistics(self.format, counts, conversion.count, fitted)
+        return compress.choose(statistics, self.coder, self.models, conversion.part_of)
 
     def _sample_counts(self, sample: torch.Tensor, step: float, seed: int | None) -> np.ndarray:
         return kernels.histogram(kernels.to_symbols(sample, step, self.format, seed), self.format.symbols)
@@ -258,7 +259,7 @@ class Minifloat(Converter):
         )  # fmt: skip
         counts = kernels.histogram(symbols, self.format.symbols)
         used = sorted((fitted for fitted in fits if fitted), key=lambda fitted: fitted.beta_index)
-        coding = self._choose(counts, conversion.count, used[len(used) // 2] if used else None)
+        coding = self._choose(counts, conversion, used[len(used) // 2] if used else None)
         return write(out, bytes(side), *compress.encode_parts(in_host_memory(symbols), self.format, coding))
 
 

@@ -64,8 +64,9 @@ def encode_frame(
     if len(gradients) == 1 and (not memory or memory[0].before.dtype == torch.float32):
         before, after, factor = memory[0] if memory else (None, None, 1.0)
         return plan.codec.encode_into(
-            gradients[0], out, residual=before, residual_out=after, decay=decay * factor, seed=seed
-        )
+            gradients[0], out, residual=before, residual_out=after, decay=decay * factor, seed=seed,
+            part_of=plan.parts[0].tensor.numel(),
+        )  # fmt: skip
     segments = plan.sizes if len(gradients) > 1 else ()
     joined = join(gradients)
     if not memory:

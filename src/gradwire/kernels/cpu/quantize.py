@@ -14,7 +14,7 @@ from gradwire import _native
 from gradwire.kernels.conditions import where
 from gradwire.kernels.cpu.native_arguments import as_array, as_seed, flat_fp32
 from gradwire.kernels.reference.coders import chunk_size
-from gradwire.kernels.reference.quantize import RUN, SAMPLE, SAMPLE_RUNS
+from gradwire.kernels.reference.quantize import RUN, SAMPLE_RUNS
 from gradwire.small_float_formats import Format
 
 __all__ = [
@@ -23,26 +23,28 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _is_sampled(gradient: torch.Tensor) -> bool:
-    return gradient.numel() > SAMPLE and flat_fp32(gradient)  # of smaller tensors, the sample is all of them
-
-
-@where(_is_sampled)
-def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
-    """Return u at the sampled entries of a large tensor, without computing the others."""
-    out = torch.empty(SAMPLE, dtype=torch.float32, device="cpu")
-    _native.sample(as_array(gradient), as_array(memory), decay, SAMPLE_RUNS, RUN, as_array(out))
+@where(flat_fp32)
+def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, run_length: int = RUN) -> torch.Tensor:
+    """Return u at the sampled entries, without computing the others, nor by torch's own threads."""
+    if gradient.numel() <= SAMPLE_RUNS * run_length:
+        if memory is None:
+            return gradient
+        return sample_segments(gradient, memory, decay, np.array([gradient.numel()]), run_length)[0]
+    out = torch.empty(SAMPLE_RUNS * run_length, dtype=torch.float32, device="cpu")
+    _native.sample(as_array(gradient), as_array(memory), decay, SAMPLE_RUNS, run_length, as_array(out))
     return out
 
 
 @where(flat_fp32)
 def sample_segments(
-    gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, lengths: np.ndarray
+    gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, lengths: np.ndarray, run_length: int = RUN
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Return the samples of all segments, in one call."""
-    sizes = np.minimum(lengths, SAMPLE)
+    sizes = np.minimum(lengths, SAMPLE_RUNS * run_length)
     out = torch.empty(int(sizes.sum()), dtype=torch.float32, device="cpu")
-    _native.sample_segments(as_array(gradient), as_array(memory), decay, lengths, SAMPLE_RUNS, RUN, as_array(out))
+    _native.sample_segments(
+        as_array(gradient), as_array(memory), decay, lengths, SAMPLE_RUNS, run_length, as_array(out)
+    )
     return out, sizes
 
 

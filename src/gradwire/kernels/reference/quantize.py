@@ -9,8 +9,8 @@ from gradwire.kernels.reference.generator import mix, uniform
 from gradwire.small_float_formats import Format
 
 __all__ = [
-    "FLOAT_MAX", "SAMPLE", "absmax", "better_steps", "compensate", "dequantize", "histogram", "moments", "quantize",
-    "quantize_rans", "quantize_segments", "sample", "sample_segments", "segment_moments", "squared_errors",
+    "FLOAT_MAX", "RUN", "SAMPLE", "absmax", "better_steps", "compensate", "dequantize", "histogram", "moments",
+    "quantize", "quantize_rans", "quantize_segments", "sample", "sample_segments", "segment_moments", "squared_errors",
     "to_symbols",
 ]  # fmt: skip
 
@@ -29,28 +29,28 @@ def compensate(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float
     return torch.clamp(gradient + memory * decay, -FLOAT_MAX, FLOAT_MAX)
 
 
-def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float) -> torch.Tensor:
-    """Return u at the sampled entries: runs of 64, one at a hashed place in each of 1024 equal strata.
+def sample(gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, run_length: int = RUN) -> torch.Tensor:
+    """Return u at the sampled entries: runs of 64 or fewer, one at a hashed place in each of 1024 equal strata.
 
     The place is hashed, because a fixed stride would see the same columns of a matrix again and again.
     """
     n = gradient.numel()
-    if n <= SAMPLE:
+    if n <= SAMPLE_RUNS * run_length:
         return compensate(gradient, memory, decay)
     stratum = n // SAMPLE_RUNS
     run = torch.arange(SAMPLE_RUNS, dtype=torch.int64, device="cpu")
-    start = run * stratum + mix(run) % (stratum - RUN + 1)
-    index = (start[:, None] + torch.arange(RUN, device="cpu")).flatten().to(gradient.device)
+    start = run * stratum + mix(run) % (stratum - run_length + 1)
+    index = (start[:, None] + torch.arange(run_length, device="cpu")).flatten().to(gradient.device)
     return compensate(gradient[index], None if memory is None else memory[index], decay)
 
 
 def sample_segments(
-    gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, lengths: np.ndarray
+    gradient: torch.Tensor, memory: torch.Tensor | None, decay: float, lengths: np.ndarray, run_length: int = RUN
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Return the samples of all segments, one after the other, and the length of each."""
     parts = gradient.split(lengths.tolist())
     memories = [None] * len(parts) if memory is None else memory.split(lengths.tolist())
-    samples = [sample(part, beside, decay) for part, beside in zip(parts, memories, strict=True)]
+    samples = [sample(part, beside, decay, run_length) for part, beside in zip(parts, memories, strict=True)]
     return torch.cat(samples), np.array([len(part) for part in samples])
 
 
