@@ -88,12 +88,6 @@ __device__ __forceinline__ void convert(Job* job, const Where* tiles) {
         bool wide = aligned && !(n & 127);
         float u[N];
         bad += load_bucket<ROWS>(segment, t, begin, n, wide, mine, u);
-        i64 next = begin + kWarps * bucket, left = segment.count - next;
-        if (wide && b + kWarps < buckets && left > 0) {
-            int then = int(left < bucket ? left : bucket);
-            prefetch(t.gradient, dtype == FP32 ? 4 : 2, next, then);
-            if (t.before) prefetch(t.before, 4, next, then);
-        }
         if (KIND != SEARCHED) keep(u, mine);
         int* below = reinterpret_cast<int*>(all_values[warp]);  // there are no values yet
         usual = fit_bucket<N, KIND>(recipe, u, n, bins, numbers, below) && usual;

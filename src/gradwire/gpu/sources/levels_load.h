@@ -39,17 +39,6 @@ __device__ __forceinline__ const Tensor& tensor_at(const Segment& s, i64* i) {
     while (*i >= t->count) *i -= t++->count;
     return *t;
 }
-
-// Asks for n numbers that a warp loads next, so that they are in the L2 cache by then.
-__device__ __forceinline__ void prefetch(const void* numbers, int size, i64 begin, int n) {
-#ifndef GRADWIRE_ON_CPU
-    const u8* first = static_cast<const u8*>(numbers) + begin * size;
-#pragma unroll 1
-    for (int at = 32 * (threadIdx.x & 31); at < n * size; at += 1024)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(first + at));
-#endif
-}
-
 // Puts a lane's entries into its part of shared memory: four of them, and the next four 32 lanes further on.
 template <int N>
 __device__ __forceinline__ void keep(const float (&u)[N], float4* mine) {
