@@ -28,15 +28,7 @@ from gradwire.convert import minifloat
 from gradwire.kernels import cpu
 from gradwire.models.symbol_statistics import GenNormFit, SymbolStatistics
 from gradwire.small_float_formats import PRESETS
-from machine import processor
-
-BETA = 0.67  # about what gradients have
-
-
-def gennorm_like(n: int, seed: int = 0) -> torch.Tensor:
-    torch.manual_seed(seed)
-    magnitude = torch.distributions.Gamma(1 / BETA, 1.0).sample((n,)).pow(1 / BETA)
-    return magnitude * torch.sign(torch.randn(n)) * 1e-3
+from machine import BETA, gennorm_like, processor
 
 
 class Symbols:

@@ -20,9 +20,8 @@ from collections.abc import Callable
 import torch
 
 import gradwire
-from codec import gennorm_like
 from gradwire import codecs
-from machine import processor
+from machine import gennorm_like, processor
 
 
 def numbers_of_threads() -> list[int]:
