@@ -42,6 +42,7 @@ from gradwire.cli.options import is_of_a_run
 from gradwire.flower.client.client_memory import ClientMemory, usable
 from gradwire.flower.client.folder_store import FolderStore
 from gradwire.flower.shared import update
+from support.torch_versions import HAS_FSDP2
 
 CORPUS = Path(__file__).parent / "checkpoints/corpus"
 ran: list[str] = []  # what a hostile file has run
@@ -242,7 +243,7 @@ def subjects() -> dict[str, Any]:
         "homomorphic": Handle("ddp", "homomorphic:p=all"),
         "bf16": Handle("ddp", "co3", memory="bf16"),
         "dict": Handle("data_parallel", {"0.*": "dgc:warmup=0,small=same", "2.*": "none", "*": "ecq"}),
-        "fsdp": Handle("fsdp", "co3"),
+        **({"fsdp": Handle("fsdp", "co3")} if HAS_FSDP2 else {}),
         "local_sgd": Handle("local_sgd", "stc:small=same,ahead=0.5"),
         "diloco": Handle("local_sgd", "diloco:sync_every=1"),
         "streaming": Streaming(),

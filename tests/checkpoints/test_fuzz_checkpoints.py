@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import fuzz_checkpoints
 from fuzz_checkpoints import CORPUS, parse, replay
+from support.torch_versions import HAS_FSDP2
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,8 @@ def test_there_is_a_corpus() -> None:
 def test_corpus(subjects: dict[str, Any], name: str) -> None:
     """The name of a file says what it is loaded into, and what comes of it: KIND-loaded-… or KIND-refused-…"""
     kind, expected = name.split("-")[:2]
+    if kind == "fsdp" and not HAS_FSDP2:
+        pytest.skip("gradwire.fsdp needs a newer torch")
     assert replay(subjects[kind], CORPUS / name).startswith(expected)
 
 

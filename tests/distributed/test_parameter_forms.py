@@ -21,6 +21,9 @@ from gradwire.frame import headers
 from support.frames_seen import frames_seen
 from support.rank_pool import RankPool, Scenario, named
 from support.ranks import Tensors, digest, gathered
+from support.torch_versions import GLOO_TAKES_COMPLEX
+
+pytestmark = pytest.mark.skipif(not GLOO_TAKES_COMPLEX, reason="plain DDP cannot train complex parameters over Gloo")
 
 WORLD = 2
 DECAY = float(torch.tensor(0.9))
