@@ -32,6 +32,7 @@ import gradwire
 from gradwire.aggregate.peers import roll_call
 from support.rank_pool import PRELOADED
 from support.ranks import Net, loss_of
+from support.torch_versions import is_from
 
 TIMEOUT = 3.0  # seconds: the process group's
 GRACE = 4.0  # seconds that survivors may need beyond it
@@ -73,9 +74,12 @@ def _local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, **options: in
 
 
 def _impatient_group() -> dist.ProcessGroup:
-    """Patient while it is being made: a busy machine takes its time for that."""
-    group = dist.new_group(timeout=timedelta(seconds=60))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+    """Patient while it is being made, as a busy machine takes its time for that; unless torch lets no Gloo group
+    change its timeout, as 2.8."""
+    later = is_from("2.13")
+    group = dist.new_group(timeout=timedelta(seconds=60 if later else TIMEOUT))
+    if later:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
     dist.barrier()
     return group
 
