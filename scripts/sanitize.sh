@@ -64,7 +64,7 @@ sys.path.insert(0, "tests"); runpy.run_path("tests/fuzz_decode.py", run_name="__
 
 # Only the module itself is instrumented: what torch's threads do among themselves is not looked at
 # (ignore_noninstrumented_modules), since the sanitizer would not see how they wait for each other. The module's threads
-# start and end by pthread_create and pthread_join, which it sees. Forks are left to the other tests: it does not follow
+# start by pthread_create and meet at a mutex, which it sees. Forks are left to the other tests: it does not follow
 # threads into a child.
 threads() {
   build_with thread
