@@ -182,11 +182,18 @@ def train(spec: str, seed: int, o: argparse.Namespace, progress: Progress) -> di
         progress.advance(bar)
         if (step + 1) % max(1, o.steps // 5) == 0:
             curve.append(round(evaluate(model, held_out, o), 4))
-    sent = 32.0 if exchange is None else 8 * exchange.bytes / (o.workers * count * o.steps)
+            sent = 32.0 if exchange is None else 8 * exchange.bytes / (o.workers * count * (step + 1))
+            report(progress, spec, seed, step, curve[-1], sent)
     return {
         "loss": curve[-1], "curve": curve, "bits": sent, "parameters": count,
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
+
+
+def report(progress: Progress, spec: str, seed: int, step: int, loss: float, bits: float) -> None:
+    """Print what is known at a fifth of a run, so that one that is stopped has not been for nothing."""
+    text = f"{spec}, seed {seed}, after {step + 1} steps: loss {loss:.4f}, {bits:.4g} bits a parameter and step"
+    progress.console.print(text, highlight=False, soft_wrap=True)
 
 
 def rate(step: int, o: argparse.Namespace) -> float:
@@ -222,9 +229,10 @@ def train_delayed(spec: str, method: Delayed, seed: int, o: argparse.Namespace, 
                 for name, p in model.named_parameters():
                     p.copy_(workers.common[name])
             curve.append(round(evaluate(model, held_out, o), 4))
+            sent = workers.bits / (o.workers * count * (step + 1))
+            report(progress, spec, seed, step, curve[-1], sent)
     return {
-        "loss": curve[-1], "curve": curve,
-        "bits": workers.bits / (o.workers * count * o.steps), "parameters": count,
+        "loss": curve[-1], "curve": curve, "bits": sent, "parameters": count,
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
 
