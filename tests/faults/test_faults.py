@@ -309,6 +309,23 @@ def test_a_rank_that_is_stopped_on_its_way_to_a_meeting_is_named(ranks, monkeypa
         meeting.meet(ranks[0], "a call", timeout=0.1)
 
 
+def test_a_rank_that_waits_for_rank_0_leaves_it_the_time_to_find_who_is_stopped(ranks, monkeypatch):
+    """Rank 0 asks rank 1 in vain for longer than the timeout; rank 2 must not say that rank 0 waits."""
+    monkeypatch.setattr(meeting, "PATIENCE", 1.0)
+    silent = socket.create_server(("127.0.0.1", 0))
+    ranks[0]._addresses[1] = silent.getsockname()
+
+    def come(rank: RollCall) -> str:
+        with pytest.raises(AggregateError) as caught:
+            meeting.meet(rank, "a call", timeout=0.1)
+        rank.announce_failure(str(caught.value))
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        for cause in pool.map(come, [ranks[2], ranks[0]]):
+            assert "rank 1 does not answer: its process is stopped" in cause and "rank 0" not in cause, cause
+
+
 def test_a_rank_that_waits_for_a_stopped_one_is_not_named_beside_it(ranks, monkeypatch):
     """Rank 1 was stopped in an exchange that rank 0 has finished and rank 2 has not; nobody has forgotten a call."""
     monkeypatch.setattr(meeting, "PATIENCE", 1.0)

@@ -6,7 +6,7 @@ ranks ask each other over the sockets of the roll call, and begin only when ever
 
 1. every rank counts its meetings in what it answers; rank 0 counts those that all have come to;
 2. rank 0 asks all others until each has counted this meeting, then counts it itself;
-3. the others ask rank 0 until it has.
+3. the others ask rank 0 until it has. As long as it waits, too, it is left some seconds more to say for whom.
 
 Ranks that cannot be reached (a firewall) are not waited for here, but in the collective that follows.
 """
@@ -28,11 +28,12 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
     """Return when all ranks are in this call. AggregateError if some are not within `timeout` seconds, or never."""
     status, rank = roll_call.status, roll_call.rank
     number = status.report.meetings + 1
-    status.set_activity(f"waits in {call} (which all ranks must call, not one alone)")
+    waiting = f"waits in {call} (which all ranks must call, not one alone)"
+    status.set_activity(waiting)
     if rank:
         status.count_meeting()
     awaited = range(1, len(roll_call.ranks)) if rank == 0 else [0]
-    deadline, pause = time.monotonic() + timeout, FIRST_PAUSE
+    deadline, pause, has_come = time.monotonic() + timeout, FIRST_PAUSE, 0.0
     while True:
         asked = time.monotonic()
         states = roll_call.ask(PATIENCE, awaited)
@@ -53,7 +54,13 @@ def meet(roll_call: RollCall, call: str, timeout: float) -> None:
                 cause += f". {ADVICE}"
             raise AggregateError(cause or f"another rank has failed before it came to {call}: see its own error")
         now = time.monotonic()
-        if now > deadline and now - asked < PATIENCE + OWN_PAUSE:
+        if rank and states.get(0) == ALIVE and 0 in reports and reports[0].doing == waiting:
+            # It knows who is absent, and may need some seconds more to find out: it is to say so.
+            has_come = has_come or now
+            last = has_come + timeout + FINDING
+        else:
+            last = deadline
+        if now > last and now - asked < PATIENCE + OWN_PAUSE:
             raise AggregateError(
                 f"not all ranks have come to {call} within {timeout:g} s: "
                 + _describe_absent({roll_call.ranks[r]: (states[r], reports.get(r)) for r in absent})
