@@ -22,7 +22,6 @@ from gradwire.aggregate.transport.exchange_thread import Exchange, ExchangeThrea
 from gradwire.aggregate.transport.gloo_wait import ThreadedWait
 from gradwire.aggregate.transport.link import Link
 from support.rank_pool import RankPool, Scenario, named
-from support.torch_versions import is_from
 
 SOURCES = Path(gradwire.__file__).parent
 TRIALS = Path(__file__).parents[1] / "exit_trials.py"
@@ -172,11 +171,10 @@ def test_a_program_that_ends_in_the_middle_of_an_exchange(way: str, code: int) -
     assert ended(way) == code
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # it wins the race for most tries on some machines, and loses it nearly always on others
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this version lets other threads hang when it ends")
-@pytest.mark.skipif(not is_from("2.10"), reason="old versions of torch were seen to end by themselves")
 def test_the_program_would_abort_without_what_is_done_at_exit() -> None:
-    assert ended("end", "unguarded") == -signal.SIGABRT
+    assert any(ended("end", "unguarded") == -signal.SIGABRT for _ in range(60))
 
 
 @pytest.mark.thorough

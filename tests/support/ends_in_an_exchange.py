@@ -3,7 +3,7 @@
 python ends_in_an_exchange.py WAY [unguarded]      WAY: end, exit_3, raise or ctrl_c
 
 Whether a thread of gradwire asks for the GIL while the interpreter ends is a race that is lost now and then. Here it is
-lost every time: an object of the program sleeps while it is let go of, and the exchange thread, in Gloo, looks around
+lost often: an object of the program sleeps while it is let go of, and the exchange thread, in Gloo, looks around
 every quarter of a second. `unguarded` leaves out what gradwire does at exit.
 """
 
