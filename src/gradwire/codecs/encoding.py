@@ -94,7 +94,8 @@ class Codec:
         The error memory (fp32, as large as the tensor) is updated in place, or the new one goes to `residual_out`.
         A tensor with a NaN or an infinity travels as it is, flagged, and leaves the memory as it was.
         `segments` says that the tensor consists of several small ones, laid end to end, which have these lengths.
-        `part_of` says of how many entries the tensor is that this is a part of: its step is fitted to a smaller sample.
+        `part_of` is the number of entries of the whole tensor, if this is only a part of one: its step is then fitted
+        to a smaller sample.
         """
         tensor = _checked(tensor)
         segments = _checked_segments(segments, tensor)

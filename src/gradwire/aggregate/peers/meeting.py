@@ -25,7 +25,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between questions
 
 
 def meet(roll_call: RollCall, call: str, timeout: float) -> None:
-    """Return when all ranks are in this call. AggregateError if some are not within `timeout` seconds, or never."""
+    """Return when all ranks are in this call. AggregateError if some are not within `timeout` seconds, or never.
+
+    Ranks that wait for rank 0, which waits for another one, raise when rank 0 has found out which: some seconds later.
+    """
     status, rank = roll_call.status, roll_call.rank
     number = status.report.meetings + 1
     waiting = f"waits in {call} (which all ranks must call, not one alone)"
